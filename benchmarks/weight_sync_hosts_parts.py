@@ -86,7 +86,6 @@ class TrainerSide(Actor):
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def build(self) -> None:
-        from torchtitan_rl.backends.monarch.trainer_rank import RemotePublisher
         from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 
         setting = self._setting
@@ -98,16 +97,18 @@ class TrainerSide(Actor):
         )
         self._trainer = PolicyTrainer(Path(setting.policy), config, seed=0, max_steps=1000)
         rank = f"trainer rank {current_rank().rank}"
-        self._publisher = RemotePublisher(PartPublisher(RdmaOffers(), owner=rank))
+        self._publisher = PartPublisher(RdmaOffers(), owner=rank)
 
     def publish(self, version: int, dtype: str, gathers: bool) -> Published | None:
+        from torchtitan_rl.backends.monarch.trainer_rank import publish_parts
+
         kind: torch.dtype = getattr(torch, dtype)
         started = time.perf_counter()
         parts = None if gathers else self._trainer.hf_parts()
         if parts is None:
             parts = whole_parts(self._trainer.hf_state_dict())
         parts = {name: dataclasses.replace(part, dtype=kind) for name, part in parts.items()}
-        handle = self._publisher.publish(version, parts, keep=frozenset({version - 2}), shared=None)
+        handle = publish_parts(self._publisher, version, parts, frozenset({version - 2}), None)
         seconds = time.perf_counter() - started
         return None if handle is None else Published(handle=handle, seconds=seconds)
 

@@ -82,6 +82,14 @@ CHAT_TEMPLATE = (
 )
 
 
+NUM_VERSIONS = 4
+
+
+def versions(root: Path) -> list[Path]:
+    """Where the policies are that an engine pulls."""
+    return [root / f"v{version}" for version in range(NUM_VERSIONS)]
+
+
 def tiny_tokenizer() -> Any:
     """A `transformers` tokenizer: one token per byte, plus Qwen3's special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

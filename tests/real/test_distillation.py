@@ -139,6 +139,7 @@ def test_the_kl_to_a_teacher_in_the_trainer_falls_also_after_a_resume(tmp_path: 
     more = ("--policy.checkpoint", str(student), "--teacher.checkpoint", str(POLICY_DIR))
     more += ("--teacher.loss", "full", *ALL, *ALONE, "--generator.replicas", "1")
     more += ("--rollout.groups-per-step", "8", "--rollout.group-size", "8")
+    more += ("--trainer.optimizer.decay-steps", "0")  # which depends on the number of steps
     words = options(tmp_path, "run", *more, "--num-steps", "25", "--checkpoint.every", "5")
     run = Run(words, log=tmp_path / "log")
     run.wait_until(lambda: len(steps_of(tmp_path / "run")) >= 8, "the eighth step")

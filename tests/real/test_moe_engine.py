@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.real.models import hf_experts, tiny_model
-from tests.real.moe_scenarios import NUM_VERSIONS, versions
+from tests.real.models import NUM_VERSIONS, hf_experts, tiny_model, versions
 from tests.real.runs import run_module
 from tests.real.test_lora_engine import check_sides
 from tests.real.test_vllm_engine import (
@@ -183,6 +182,10 @@ def test_two_ranks_pull_and_record_the_same_experts(mode: str, root: Path) -> No
 def test_experts_of_requests_for_which_an_engine_drafts_tokens(
     method: str, speculative: dict[str, Any], root: Path
 ) -> None:
+    if method not in speculative:
+        pytest.skip(
+            "vLLM takes a DeepSeek-V3 draft for MTP layers, which a checkpoint may not have"
+        )
     seen = speculative[method]
     require_experts(seen["stopped"], PROMPT, [(0, root / "v0")])
     for done in seen["cut"]["repeated"]:

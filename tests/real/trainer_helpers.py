@@ -108,6 +108,8 @@ def run_ranks(function: Callable[..., None], num_ranks: int, *args: Any) -> None
     """Run ``function(rank, *args)`` in processes of its own, with torchrun's variables but for
     MASTER_PORT; ends them all when one fails or time is up. They are forks of one process that has
     imported the trainer, which takes 8 s of CPU time."""
+    # Set by scenarios of engines, which tests import for their constants.
+    os.environ.pop("TORCH_COMPILE_DISABLE", None)
     multiprocessing.set_forkserver_preload(
         ["tests.real.models", "torchtitan_rl.backends.titan.trainer"]
     )

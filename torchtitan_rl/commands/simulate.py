@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +26,11 @@ HELP = f"""\
 usage: {_PROG} CONFIG --profile FILE [options] [options of the run]
 
 Says what a run would be like: the real controller, buffer, router and restarts on a virtual clock,
-with replicas, trainer and environments as in the profile of another run.
+with replicas, trainer and environments as in the profile of a run of this policy and task.
   --profile FILE     what torchtitan-rl profile wrote
   --replicas N       as --generator.replicas
   --mtbf-hours H     mean hours between two failures of one replica; default: none fails
-  --devices N        find the best split of N devices between trainer and replicas
+  --devices N        instead: find the best split of N devices between trainer and replicas
   --output FILE      also write the results as JSON
 The trainer's time per token falls in proportion to its ranks. Evaluation and checkpoints are left
 out. docs/scaling.md explains the numbers.
@@ -46,6 +47,8 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError("--profile is missing: give the FILE that torchtitan-rl profile wrote")
     mtbf_hours, devices = _number(given, "--mtbf-hours"), _number(given, "--devices")
     if "--replicas" in given:
+        if devices is not None:
+            raise ConfigError("--replicas: leave it out; --devices finds the best number of them")
         overrides += ["--generator.replicas", given["--replicas"]]
     config = load_config(config_file, overrides)
     check_fields(config)
@@ -72,8 +75,8 @@ def main(words: Sequence[str]) -> int:
         found = best_splits(config, profile, int(devices), mtbf_hours)
         print("\n".join(_describe_splits(found, config.trainer.token_parts)))
     if "--output" in given:
-        document = [one.to_json() for one in found]
-        replace_file(output, json.dumps(document, indent=1).encode() + b"\n")
+        document = json.dumps([one.to_json() for one in found], indent=1)
+        replace_file(output, document.encode() + b"\n")
     return 0
 
 
@@ -134,7 +137,6 @@ def describe(one: Simulated, mtbf_hours: float | None) -> list[str]:
 
 
 def _describe_splits(found: Sequence[Simulated], unit: int) -> list[str]:
-    best = found[0]
     rows = [
         f"{one.trainer_ranks:>8,}{one.replicas:>10,}{one.steps_per_hour:>14,.1f}"
         f"{one.trainer_idle_share:>14.0%}{one.generator_idle_share:>15.0%}"
@@ -144,17 +146,14 @@ def _describe_splits(found: Sequence[Simulated], unit: int) -> list[str]:
         " trainer  replicas  steps an hour  trainer idle  replicas idle",
         *rows,
         "the fastest: --trainer.data-parallel-replicate 1 --trainer.data-parallel-shard "
-        f"{best.trainer_ranks // unit} --generator.replicas {best.replicas}",
+        f"{found[0].trainer_ranks // unit} --generator.replicas {found[0].replicas}",
     ]
 
 
 def _number(given: dict[str, str], name: str) -> float | None:
     if name not in given:
         return None
-    try:
-        value = float(given[name])
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise ConfigError(f"{name} is {given[name]!r}: give a number above 0, below 1e9")
-    return value
+    with suppress(ValueError):
+        if 0 < (value := float(given[name])) < 1e9:
+            return value
+    raise ConfigError(f"{name} is {given[name]!r}: give a number above 0, below 1e9")

@@ -58,8 +58,10 @@ def start_trackers(
     folder = run_dir / FOLDER
     events = run_dir / "tensorboard"
     if resume_step is None:
-        for old in (*folder.glob("*.id"), *events.glob("events.out.tfevents.*")):
-            old.unlink()
+        old_events = events.glob("events.out.tfevents.*") if "tensorboard" in names else ()
+        for old in (*folder.glob("*.id"), *old_events):
+            with contextlib.suppress(OSError):  # no tracker ends a run
+                old.unlink()
     purge_steps = [] if resume_step is None else [resume_step + 1]
     makers: dict[TrackerName, Callable[[], Tracker]] = {
         "tensorboard": lambda: _TensorBoard(events, purge_steps),

@@ -28,11 +28,13 @@ from torchtitan_rl.types import (
     Completion,
     Episode,
     GenerationRequest,
+    Grammar,
     KeptRun,
     OnProgress,
     Progress,
     Rollout,
     RolloutStatus,
+    SamplingParams,
     Turn,
 )
 
@@ -43,10 +45,13 @@ STOP_TIMEOUT_S = 10.0  # for the router to return aborted requests
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SessionTurn:
-    """One request of a session. While ``completion`` is None, the request runs, or has failed with
-    ``lost_cause``."""
+    """One request of a session, without the options of its sampling but the temperature: an open
+    session would hold them, however large. ``is_shifted``: whether penalties or biases that the
+    loss does not know have changed the logits. While ``completion`` is None, the request runs, or
+    has failed with ``lost_cause``."""
 
     request: GenerationRequest
+    is_shifted: bool
     is_seen: bool = True  # its caller got, or may still get, the completion
     completion: Completion | None = None
     lost_cause: str = ""
@@ -61,18 +66,14 @@ class SessionTurn:
 
     @property
     def num_held(self) -> int:
-        """Memory of the completion, with its sets of kept tokens and its experts, as a number of
-        tokens."""
-        runs = () if self.completion is None else self.completion.kept_tokens
-        num_bytes = sum(len(kept) for _, kept in runs if isinstance(kept, bytes))
+        """Memory of the completion, with its sets of kept tokens, grammars and experts, as a number
+        of tokens."""
+        kept = [] if self.completion is None else [one for _, one in self.completion.kept_tokens]
+        num_bytes = sum(len(one) for one in kept if isinstance(one, bytes))
+        num_bytes += sum(len(one.data) for one in {one for one in kept if isinstance(one, Grammar)})
         if self.completion is not None and self.completion.routed_experts is not None:
             num_bytes += len(self.completion.routed_experts.data)
         return self.num_tokens + num_bytes // TOKEN_BYTES
-
-    @property
-    def is_shifted(self) -> bool:
-        """Whether penalties or biases that the loss does not know have changed the logits."""
-        return self.request.sampling.shifts_logits
 
 
 class TokenBudget:
@@ -187,7 +188,9 @@ class SessionRecording:
         self.budget.require(most_tokens(request))
         self._held_tokens += num_tokens
         self._reserve(most_tokens(request))
-        turn = SessionTurn(request=request)
+        own = request.sampling
+        kept = SamplingParams(max_tokens=own.max_tokens, temperature=own.temperature)
+        turn = SessionTurn(request=replace(request, sampling=kept), is_shifted=own.shifts_logits)
         self.turns.append(turn)
         sampling = asyncio.ensure_future(self._sample(turn, request, on_progress))
         self.running[request.request_id] = (turn, sampling)

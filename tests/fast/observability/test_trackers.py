@@ -152,6 +152,18 @@ def test_on_a_full_disk_tensorboard_has_a_gap(tmp_path: Path, caplog) -> None:
     assert tensorboard_events(tmp_path)[1] == [3]
 
 
+@pytest.mark.parametrize("names", [["tensorboard"], []])
+def test_old_files_that_cannot_be_removed_do_not_end_a_run(tmp_path: Path, names) -> None:
+    """And without TensorBoard, its files are not touched."""
+    stuck, old = (tmp_path / "tensorboard" / f"events.out.tfevents.{n}" for n in (1, 2))
+    stuck.mkdir(parents=True)
+    old.touch()
+    for thread in start_trackers(names, tmp_path, config={}, resume_step=None):
+        thread.close()
+    assert stuck.exists()
+    assert old.exists() == (not names)
+
+
 def test_a_tracker_that_is_not_installed_is_an_error_of_the_configuration(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (error,) = tracker_errors(("tensorboard", "mlflow"))

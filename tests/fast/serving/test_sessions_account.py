@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 
 import pytest
 from hypothesis import given, settings
@@ -100,6 +101,19 @@ async def test_cut_distributions_are_reported_with_their_tokens_and_trained_wher
     assert episode["kept_tokens"] == [None, None, "grammar", "grammar", None, None, [3, 5]]
     (span,) = episode["grammars"]
     assert (span["start"], span["end"], span["stop_token_ids"]) == (2, 4, [0])
+
+
+@on_virtual_clock
+async def test_a_session_does_not_hold_a_clients_schemas_and_counts_its_grammars():
+    large = "x" * 100_000
+    grammar = Grammar(data=large.encode(), stop_token_ids=(0,))
+    sessions = make(TokenRouter(kept_tokens=(grammar, grammar)))
+    options = {"structured_outputs": {"json": large}, "bad_words": [large]}
+    await sessions.complete(asked((1, 2), "s", max_tokens=2, stop=(large,), engine_options=options))
+    (turn,) = sessions._open["s"].recording.turns
+    assert len(pickle.dumps(turn.request)) < 2_000
+    held = sessions.counts()["session_tokens_held"]
+    assert held == TURN_TOKENS + 2 + 2 + len(large) // TOKEN_BYTES
 
 
 def _held(session) -> int:

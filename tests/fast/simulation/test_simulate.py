@@ -150,6 +150,10 @@ def test_the_command_writes_what_it_says(tmp_path, capsys):
         (["--profile", "absent.json"], "--profile is absent.json: No such file"),
         (["--profile", "p", "--mtbf-hours", "0"], "--mtbf-hours is '0'"),
         (["--profile", "p", "--devices", "1"], "--devices is 1: give a whole number of at least 2"),
+        (
+            ["--profile", "p", "--replicas", "2", "--devices", "4"],
+            "--replicas: leave it out; --devices finds the best number of them",
+        ),
         (["--profile", "p", "--devices", "1e8"], "--devices is 1e8: .* at most 8192"),
         (["--profile", "p", "--placement", "colocated"], "placement is colocated"),
         (["--profile", "p", "--replicas"], "--replicas is given without a value"),
