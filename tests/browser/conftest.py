@@ -46,6 +46,11 @@ class Watched:
     def settled(self) -> None:
         self.page.wait_for_selector("main[aria-busy=false]")
 
+    def shows(self, text: str) -> None:
+        """Wait for a text of the view: after a click, the view before it may be `settled`."""
+        has_text = "text => document.querySelector('main').innerText.includes(text)"
+        self.page.wait_for_function(has_text, arg=text)
+
 
 # Until it ends, playwright's event loop counts as running: no later test could run one.
 @pytest.fixture(scope="module")

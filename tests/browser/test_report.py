@@ -50,5 +50,4 @@ def test_a_report_filters_and_opens_rollouts(visit: Visit, report: Path) -> None
     rewards = rewards_of(seen)
     assert rewards == sorted(rewards, reverse=True)
     seen.page.locator("table.rollouts tbody a").first.click()
-    seen.settled()
-    assert "Conversation" in seen.page.inner_text("main")
+    seen.shows("Conversation")

@@ -88,8 +88,7 @@ def test_text_search_finds_what_a_policy_wrote(
     seen.page.get_by_label("Search", exact=True).fill(word)
     seen.page.wait_for_function("() => location.hash.includes('q=')")
     seen.page.locator("table.rollouts tbody a").first.click()
-    seen.settled()
-    assert word in seen.page.inner_text("main")
+    seen.shows(word)
 
 
 def test_a_rollout_shows_its_tokens_with_their_values(
@@ -117,10 +116,8 @@ def test_a_rollout_links_its_siblings(served: Viewed, visit: Visit, recorded: Pa
     seen.page.get_by_role("link", name="Group").or_(
         seen.page.get_by_role("tab", name="Group")
     ).first.click()
-    seen.settled()
-    text = seen.page.inner_text("main")
     for row in siblings:
-        assert f"{row['reward']:.3f}" in text
+        seen.shows(f"{row['reward']:.3f}")
 
 
 def test_the_timeline_lists_all_processes_and_is_downloaded(served: Viewed, visit: Visit) -> None:
