@@ -69,6 +69,7 @@ class SimTrainer:
         self._cuts_tokens = cuts_tokens
         self._fate = fate or Undisturbed()
         self._is_offloaded = shares
+        self._is_beside_replicas = False
         self._shares = shares
         self._thread = asyncio.Lock()
         self._work: set[asyncio.Task[Any]] = set()
@@ -95,14 +96,14 @@ class SimTrainer:
     @property
     def has_devices(self) -> bool:
         """For itself alone."""
-        return self._shares and not self._is_offloaded
+        return self._shares and not (self._is_offloaded or self._is_beside_replicas)
 
     async def offload(self) -> None:
         await self._call("offload", self._offload)
 
     async def _offload(self) -> None:
         await asyncio.sleep(0.02)
-        self._is_offloaded = True
+        self._is_offloaded, self._is_beside_replicas = True, False
 
     async def onload(self) -> None:
         await self._call("onload", self._onload)
@@ -117,7 +118,8 @@ class SimTrainer:
 
     def started_again(self) -> SimTrainer:
         """A new trainer, with the devices, that has the initial weights. Replicas need not be empty
-        while it takes steps again, so it does not look."""
+        while it takes steps again, so it does not look. If this one was offloaded, they have the
+        devices as well until the new one is (docs/recovery.md: one of them needed its weights)."""
         other = SimTrainer(
             chance=self._chance,
             step_s=self._step_s,
@@ -127,6 +129,7 @@ class SimTrainer:
             fate=self._fate,
         )
         other._shares, other.switches = self._shares, self.switches
+        other._is_beside_replicas = self._is_offloaded or self._is_beside_replicas
         other.complaints, other.awake = self.complaints, self.awake
         other.most_readable = self.most_readable
         self.successor = other
