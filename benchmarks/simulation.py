@@ -1,6 +1,6 @@
 """Compares simulated runs with real ones.
 
-    python -m benchmarks.simulation [--only NAME ...] [--wait-s SECONDS]
+    python -m benchmarks.simulation [--only NAME ...] [--wait-s SECONDS] [--learning-rate RATE]
 
 Four runs of the tiny demo on this machine: one replica at S = 0, two at S = 2, one at S = 2 with an
 environment that takes a second for each turn, and two at S = 2 of which one is killed. Each is then
@@ -10,7 +10,8 @@ those of the steps without the first and last S + 1.
 
 With ``--wait-s 0.03`` each step of an engine waits so long without using a core, as one on a device
 does. Without it, the parts of a run slow each other down on a machine with fewer cores than
-processes, which is not simulated.
+processes, which is not simulated. With ``--learning-rate 1e-9`` the policy stays as it is, and with
+it the lengths of its answers, which otherwise drift in each run in another way.
 
 A run that exists in ``--folder`` is not repeated. With ``--recorded RUN SOURCE DELAY_S`` (several
 times) nothing is run: RUN, the folder of a real run, is predicted from the profile of SOURCE, with
@@ -98,7 +99,7 @@ def main() -> None:
     for name in () if options.recorded else options.only:
         folder = options.folder / _folder(name)
         if not (folder / "metrics.jsonl").exists():
-            _run(CASES[name], folder, wait_s=options.wait_s)
+            _run(CASES[name], folder, options)
     for name in () if options.recorded else options.only:
         cases[name] = _compare(name, options.folder)
     _print(cases)
@@ -109,10 +110,12 @@ def _folder(name: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in name)
 
 
-def _run(case: Case, folder: Path, *, wait_s: float) -> None:
+def _run(case: Case, folder: Path, options: argparse.Namespace) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    waiting = environment(folder.parent, wait_s) if wait_s else {}
+    waiting = environment(folder.parent, options.wait_s) if options.wait_s else {}
     words = ["train", case.config, *case.options, "--output-dir", str(folder.parent)]
+    if options.learning_rate is not None:
+        words += ["--trainer.optimizer.learning-rate", f"{options.learning_rate}"]
     command = [sys.executable, "-m", "torchtitan_rl.commands.cli", *words, "--name", folder.name]
     started_s = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | waiting) as run:
@@ -282,6 +285,7 @@ def _options() -> argparse.Namespace:
         "--recorded", nargs=3, action="append", default=[], metavar=("RUN", "SOURCE", "DELAY_S")
     )
     parser.add_argument("--wait-s", type=float, default=0.0, help="of each step of an engine")
+    parser.add_argument("--learning-rate", type=float, help="of all runs (default: the demo's)")
     parser.add_argument("--folder", type=Path, default=Path("outputs/simulation"))
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/simulation.json"))
     return parser.parse_args()
