@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import anthropic
@@ -97,13 +98,14 @@ class Endpoints:
         *,
         session: str | None = None,
         constraints: str = "free",
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> httpx.Response:
         async def send() -> httpx.Response:
-            headers = {} if session is None else {"X-Session-ID": session}
+            own = {} if session is None else {"X-Session-ID": session}
             async with httpx.AsyncClient(timeout=None) as client:
                 method = "GET" if body is None else "POST"
                 url = self.urls[constraints] + path
-                return await client.request(method, url, json=body, headers=headers)
+                return await client.request(method, url, json=body, headers={**own, **headers})
 
         answer: httpx.Response = self.run(send())
         return answer
@@ -183,6 +185,28 @@ def test_the_requests_of_a_response_are_found_by_its_id(endpoints, path, body, n
     choices = choices_of_response(asked, response_id)
     assert sorted(choices.values()) == list(range(num_choices))
     assert set(choices) == set(asked)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {**CHAT, "request_id": "x" * 400}),
+        ("/v1/chat/completions", {**CHAT, "request_id": "x" * 400, "stream": True}),
+        ("/v1/completions", {"model": "policy", "prompt": "hi", "request_id": "x" * 400}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"model": "policy", "prompt": "hi"}),
+        ("/v1/messages", CHAT),
+    ],
+)
+def test_a_clients_id_of_a_request_is_short(endpoints, path: str, body: dict[str, Any]) -> None:
+    """Each turn of a session, and each run that may be repeated, keeps it."""
+    endpoints.script.request_ids.clear()
+    headers = {} if "request_id" in body else {"X-Request-Id": "x" * 400}
+    answer = endpoints.ask(path, body, headers=headers)
+    assert max(map(len, endpoints.script.request_ids), default=0) <= 350
+    if path != "/v1/messages":  # it makes an id of its own
+        assert "characters" in answer.text
+        assert len(answer.text) < 500
 
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}

@@ -12,7 +12,7 @@ import json
 import random
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import Context
 from functools import cache, partial
@@ -118,8 +118,8 @@ class SimTenant(tenant.Tenant):
         self._open = Counter[Any]()
         self._interrupted = set[str]()
 
-    def deliver(self, calls: Collection[ToReplica]) -> None:
-        for call in calls:
+    def deliver(self, calls: Sequence[tuple[ToReplica, int]]) -> None:
+        for call, _ in calls:
             is_again = call.call_id in self._open
             if isinstance(call.call_id, str):  # a group that begins again has the same requests
                 is_again = self._open[call.call_id] > 0 and call.call_id not in self._failed

@@ -408,17 +408,19 @@ class AgentEnv:
         return RefusedError(400, "session_closed", message)
 
     def _check(self, sampling: SamplingParams) -> None:
-        """Refuse options that change the distribution and cannot be ignored; count ignored ones."""
+        """Refuse options that cannot be ignored; count ignored ones."""
         options = set(sampling.engine_options)
         unsupported = options - _IGNORED - CONSTRAINTS
         if sampling.min_tokens > 0:
             unsupported.add("min_tokens")
         if sampling.ignore_eos:
             unsupported.add("ignore_eos")
+        why = "the loss would not know the sampling distribution"
+        if sampling.prompt_logprobs is not None:
+            unsupported, why = {"prompt_logprobs"}, "a rollout has no scores of prompts"
         if unsupported:
             self._counts["refused_requests"] += 1
-            names = ", ".join(sorted(unsupported))
-            message = f"{names}: the loss would not know the sampling distribution; leave it out"
+            message = f"{', '.join(sorted(unsupported))}: {why}; leave it out"
             raise RefusedError(400, "invalid_request", message)
         truncations = (sampling.top_p < 1.0, sampling.top_k > 0, sampling.min_p > 0.0)
         self._counts["ignored_options"] += sum(truncations) + len(options - CONSTRAINTS)

@@ -10,7 +10,7 @@ import shlex
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,8 @@ class RunRecorder:
         )
         if self.trace_dir is not None and resume_step is None:
             for old in self.trace_dir.glob("*.jsonl"):
-                old.unlink()
+                with suppress(OSError):  # no trace ends a run
+                    old.unlink()
         self._tracer = Tracer(self.trace_dir, "controller")
         self._lag = LoopLagSampler()
         self.engines: EngineSampler | None = None

@@ -57,11 +57,15 @@ def start_trackers(
     """Start a thread for each tracker. ``config`` is what a tracker shows as the configuration."""
     folder = run_dir / FOLDER
     events = run_dir / "tensorboard"
+    refused = set()  # trackers that would continue an earlier run
     if resume_step is None:
         old_events = events.glob("events.out.tfevents.*") if "tensorboard" in names else ()
         for old in (*folder.glob("*.id"), *old_events):
-            with contextlib.suppress(OSError):  # no tracker ends a run
+            try:
                 old.unlink()
+            except OSError as error:  # no tracker ends a run
+                refused.add(old.stem)
+                logger.warning("a tracker's file of an earlier run cannot be removed: %s", error)
     purge_steps = [] if resume_step is None else [resume_step + 1]
     makers: dict[TrackerName, Callable[[], Tracker]] = {
         "tensorboard": lambda: _TensorBoard(events, purge_steps),
@@ -69,7 +73,7 @@ def start_trackers(
         "mlflow": lambda: _MLflow(run_dir.name, folder, config),
         "trackio": lambda: _Trackio(run_dir.name, folder, config),
     }
-    return [TrackerThread(name, makers[name]) for name in names]
+    return [TrackerThread(name, makers[name]) for name in names if name not in refused]
 
 
 class TrackerThread:

@@ -230,37 +230,37 @@ class RestartedTrainer:
 
     async def _replace(self, failure: Failure) -> None:
         lost, cause = self.trainer, failure.cause
-        while True:
-            why = self._why_not()
-            if why:
-                self._give_up(failure, f"{cause}; {why}")
-                return
-            self._num_restarts += 1
-            start = self._choose_start()
-            num_steps = self._version - start.version
-            origin = "the initial policy" if start.checkpoint is None else start.checkpoint.name
-            self.say(
-                f"{lost.name} is lost and is started again, from {origin}; {num_steps} steps are "
-                f"taken again: {cause}"
-            )
-            with suppress(TorchtitanRLError):  # nothing answers
-                await lost.close()
-            try:
-                lost = await self.start()
-                failure = failure.restarted(lost.name, now_s=loop_s())
-                handles = await self._retake(lost, start)
-            except (DivergedError, DeviceMemoryError) as error:
-                self._give_up(failure, str(error))
-                return
-            except (TorchtitanRLError, OSError, KeyError, msgspec.DecodeError) as error:
-                cause = str(error) if isinstance(error, TorchtitanRLError) else one_line(error)
-            except asyncio.CancelledError:
-                self.on_failure(failure.ended("the run ended first"))
-                raise
-            else:
-                break
-            await asyncio.sleep(_DELAY_S)
-        await cancel_all([self._watching])
+        try:
+            while True:
+                why = self._why_not()
+                if why:
+                    self._give_up(failure, f"{cause}; {why}")
+                    return
+                self._num_restarts += 1
+                start = self._choose_start()
+                num_steps = self._version - start.version
+                origin = "the initial policy" if start.checkpoint is None else start.checkpoint.name
+                self.say(
+                    f"{lost.name} is lost and is started again, from {origin}; {num_steps} steps "
+                    f"are taken again: {cause}"
+                )
+                with suppress(TorchtitanRLError):  # nothing answers
+                    await lost.close()
+                try:
+                    lost = await self.start()
+                    failure = failure.restarted(lost.name, now_s=loop_s())
+                    handles = await self._retake(lost, start)
+                    break
+                except (DivergedError, DeviceMemoryError) as error:
+                    self._give_up(failure, str(error))
+                    return
+                except (TorchtitanRLError, OSError, KeyError, msgspec.DecodeError) as error:
+                    cause = str(error) if isinstance(error, TorchtitanRLError) else one_line(error)
+                await asyncio.sleep(_DELAY_S)
+            await cancel_all([self._watching])
+        except asyncio.CancelledError:
+            self.on_failure(failure.ended("the run ended first"))
+            raise
         self.trainer, self._watching = lost, self._watched(lost)
         self.weights.renew_source(handles)
         self.on_failure(failure.serving(now_s=loop_s(), steps_again=num_steps))

@@ -223,9 +223,9 @@ class ReplicaRestarts:
 
     async def _replace(self, lost: Replica, failure: Failure, expectation: ExitStack) -> None:
         with expectation:
-            if self.is_alone is None or await self.is_alone(lost.name):
-                self.say(f"{lost.name} is lost and is started again: {failure.cause}")
             try:
+                if self.is_alone is None or await self.is_alone(lost.name):
+                    self.say(f"{lost.name} is lost and is started again: {failure.cause}")
                 failure = await self._until_serving(lost, failure)
             except asyncio.CancelledError:
                 self.on_failure(failure.ended("the run ended first"))

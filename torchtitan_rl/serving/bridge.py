@@ -222,10 +222,9 @@ class EndpointBridge:
 
     def _run_call(self, call: Call[Any]) -> ClientCall:
         one, payload = ClientCall.of(call), call.payload
-        work: Coroutine[Any, Any, Any] = self._answer(payload)
-        if not one.command:
-            self.counts.received += 1
-            work = self._generate(one, payload)
+        self.counts.received += not one.command
+        work: Coroutine[Any, Any, Any]
+        work = self._answer(payload) if one.command else self._generate(one, payload)
         one.task = asyncio.create_task(work, name=f"endpoint {call.call_id}")
         self._runs.add(one)
         self._tasks.add(one.task)

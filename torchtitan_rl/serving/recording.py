@@ -38,7 +38,8 @@ from torchtitan_rl.types import (
     Turn,
 )
 
-TOKEN_BYTES = 40  # approximate memory of one token
+TOKEN_BYTES = 72  # memory of one sampled token with its logprob
+_RUN_BYTES = 120  # of a run of kept tokens, without their set
 TURN_TOKENS = 64  # the memory of an empty turn, in tokens
 STOP_TIMEOUT_S = 10.0  # for the router to return aborted requests
 
@@ -55,6 +56,7 @@ class SessionTurn:
     is_seen: bool = True  # its caller got, or may still get, the completion
     completion: Completion | None = None
     lost_cause: str = ""
+    num_lost: int = 0  # tokens of a request that has failed
     branch_reward: float | None = None
     partial: list[Progress] = field(default_factory=list)  # progress while the request runs
 
@@ -62,16 +64,19 @@ class SessionTurn:
     def num_tokens(self) -> int:
         if self.completion is not None:
             return len(self.completion.token_ids)
-        return sum(len(progress.token_ids) for progress in self.partial)
+        return self.num_lost + sum(len(progress.token_ids) for progress in self.partial)
 
     @property
     def num_held(self) -> int:
         """Memory of the completion, with its sets of kept tokens, grammars and experts, as a number
         of tokens."""
-        kept = [] if self.completion is None else [one for _, one in self.completion.kept_tokens]
-        num_bytes = sum(len(one) for one in kept if isinstance(one, bytes))
+        if self.completion is None:
+            return 0
+        kept = [one for _, one in self.completion.kept_tokens]
+        num_bytes = _RUN_BYTES * len(kept)
+        num_bytes += sum(len(one) for one in kept if isinstance(one, bytes))
         num_bytes += sum(len(one.data) for one in {one for one in kept if isinstance(one, Grammar)})
-        if self.completion is not None and self.completion.routed_experts is not None:
+        if self.completion.routed_experts is not None:
             num_bytes += len(self.completion.routed_experts.data)
         return self.num_tokens + num_bytes // TOKEN_BYTES
 
@@ -250,9 +255,8 @@ class SessionRecording:
         self.on_change()
         try:
             completion = await self.router.generate(request, None if on_progress is None else note)
-            turn.completion = replace(completion, top_logprobs=())  # only the client needs them
-            turn.partial.clear()
-            self._held_tokens += turn.num_held
+            # Only the client needs the other scores.
+            turn.completion = replace(completion, top_logprobs=(), prompt_scores=None)
             return completion
         except asyncio.CancelledError:  # the router did not return the aborted request in time
             turn.completion = reported(request.request_id, turn.partial)
@@ -260,9 +264,12 @@ class SessionRecording:
         except Exception as error:
             is_expected = isinstance(error, GenerationError)
             turn.lost_cause = "generation_error" if is_expected else "internal_error"
+            turn.num_lost = turn.num_tokens
             raise
         finally:
+            turn.partial.clear()
             del self.running[request.request_id]
+            self._held_tokens += turn.num_held
             self._reserve(turn.num_held - request.sampling.max_tokens)
             self.on_change()
 

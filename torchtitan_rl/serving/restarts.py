@@ -71,19 +71,20 @@ class EndpointRestarts:
             self._num_quick += 1
             self.say(f"{endpoint.name} is lost and is started again: {cause}")
             try:
-                await endpoint.restart()
-                failure = failure.restarted(endpoint.name, now_s=loop_s())
-                await endpoint.start()
-            except (TorchtitanRLError, OSError) as another:
-                cause = another
+                try:
+                    await endpoint.restart()
+                    failure = failure.restarted(endpoint.name, now_s=loop_s())
+                    await endpoint.start()
+                except (TorchtitanRLError, OSError) as another:
+                    cause = another
+                    await asyncio.sleep(_DELAY_S)
+                    continue
             except asyncio.CancelledError:
                 self.on_failure(failure.ended("the run ended first"))
                 raise
-            else:
-                self._begun_s = loop_s()
-                self.say(f"{endpoint.name} serves again")
-                return failure.serving(now_s=loop_s())
-            await asyncio.sleep(_DELAY_S)
+            self._begun_s = loop_s()
+            self.say(f"{endpoint.name} serves again")
+            return failure.serving(now_s=loop_s())
         why = f"after {self.max_restarts} restarts in a row" if self.max_restarts else "disabled"
         self.on_failure(failure.ended(why))
         raise EndpointLostError(f"{cause}; it is not started again ({why})") from error

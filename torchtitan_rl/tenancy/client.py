@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from torchtitan_rl.aio import cancel_all, deadline, loop_s, retrieve
-from torchtitan_rl.channel import Outbox
+from torchtitan_rl.channel import CallId, End, Outbox
 from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.errors import OutputError, ReplicaError, one_line
 from torchtitan_rl.generation.server import FromReplica, ToReplica
@@ -31,6 +31,7 @@ from torchtitan_rl.tenancy.messages import (
     WAIT_S,
     decode_ends,
     encode_calls,
+    is_answer,
 )
 from torchtitan_rl.weights.distribution import SharedMemoryHandle, WeightHandle
 
@@ -81,6 +82,7 @@ class ServedPeer:
         self._outbox: Outbox[ToReplica] = Outbox()
         self._sending: asyncio.Task[None] | None = None
         self._num_received = 0
+        self._commands: dict[CallId, object] = {}  # the running ones
 
     async def start(self, *, patience_s: float = 0.0) -> None:
         """Register the run. A server that is not reached is asked again for ``patience_s``; raises
@@ -92,6 +94,9 @@ class ServedPeer:
         self._sending.add_done_callback(retrieve)
 
     def send(self, messages: tuple[ToReplica, ...]) -> None:
+        for one in messages:
+            if isinstance(one.call_id, int):
+                self._commands[one.call_id] = one.payload
         self._outbox.put(*messages)
 
     async def _send_all(self) -> None:
@@ -113,7 +118,13 @@ class ServedPeer:
         answer = await self._ask("GET", f"{self._path}/messages", params=params)
         try:
             self._num_received = int(answer.headers["x-batch"])
-            return decode_ends(answer.content)
+            messages = decode_ends(answer.content)
+            for one in messages:
+                if isinstance(one, End) and isinstance(one.call_id, int):
+                    command = self._commands.pop(one.call_id)
+                    if one.error is None and not is_answer(one.result, command):
+                        raise ValueError(f"{one.result!r} for {command!r}")
+            return messages
         except (KeyError, ValueError) as error:
             raise ReplicaError(f"{self._url} sent an answer of another kind: {error!r}") from error
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import NoneType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -34,6 +34,7 @@ LEASE_HEADER = "x-tenant-lease"
 PART_BYTES = 4 << 20  # of an uploaded adapter, in one request
 LEASE_S = 60.0  # after this time without a request of the run, its place is free
 BATCH_BYTES = 16 << 20  # of calls, in one request
+BATCH_CALLS = 8192  # in one request
 WAIT_S = 5.0  # how long the server keeps a request for messages that are not there yet
 
 
@@ -67,12 +68,20 @@ _CALLS = _decoders(
 _ENDS = _decoders(Progress, Completion, PullReport, EngineReading, EngineStats, NoneType)
 _ENDS |= dict.fromkeys(_ERRORS, msgspec.msgpack.Decoder(str))
 _MESSAGES = msgspec.msgpack.Decoder(tuple[_Message, ...])
+_CALL_MESSAGES = msgspec.msgpack.Decoder(
+    Annotated[tuple[_Message, ...], msgspec.Meta(max_length=BATCH_CALLS)]
+)
+_ANSWERS: dict[type, type] = {
+    commands.Pull: PullReport,
+    commands.ReadTokens: EngineReading,
+    commands.ReadStats: EngineStats,
+}
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode_calls(calls: tuple[ToReplica, ...]) -> Iterator[bytes]:
-    """Encode calls in batches of at most `BATCH_BYTES`, or of one call that is larger; without
-    calls, in one batch."""
+    """Encode calls in batches of at most `BATCH_CALLS` and `BATCH_BYTES`, or of one call that is
+    larger; without calls, in one batch."""
     batch: list[msgspec.Raw] = []
     num_bytes = 0
     for call in calls:
@@ -80,7 +89,8 @@ def encode_calls(calls: tuple[ToReplica, ...]) -> Iterator[bytes]:
         if kind not in _CALLS:
             raise TypeError(f"a served replica executes no {call.payload!r}")
         encoded = _ENCODER.encode(_message(kind, call.call_id, call.payload, call.streams))
-        if batch and num_bytes + len(encoded) > BATCH_BYTES:
+        is_full = num_bytes + len(encoded) > BATCH_BYTES or len(batch) == BATCH_CALLS
+        if batch and is_full:
             yield _ENCODER.encode(batch)
             batch, num_bytes = [], 0
         batch.append(msgspec.Raw(encoded))
@@ -88,12 +98,14 @@ def encode_calls(calls: tuple[ToReplica, ...]) -> Iterator[bytes]:
     yield _ENCODER.encode(batch)
 
 
-def decode_calls(data: bytes) -> tuple[ToReplica, ...]:
-    """Undo `encode_calls`. ValueError: the bytes are not from there."""
-    return tuple(
-        Call(call_id=_id(one, payload), payload=payload, streams=one.streams)
-        for one, payload in _decoded(data, _CALLS)
-    )
+def decode_calls(data: bytes) -> list[tuple[ToReplica, int]]:
+    """Undo `encode_calls`; with each call comes the number of its bytes. ValueError: the bytes are
+    not from there."""
+    calls = []
+    for one, payload in _decoded(data, _CALLS, _CALL_MESSAGES):
+        call = Call(call_id=_id(one, payload), payload=payload, streams=one.streams)
+        calls.append((call, len(one.payload)))
+    return calls
 
 
 def encode_ends(messages: tuple[FromReplica, ...]) -> bytes:
@@ -108,6 +120,13 @@ def encode_ends(messages: tuple[FromReplica, ...]) -> bytes:
             kind = next(kinds, "GenerationError")
             encoded.append(_message(kind, one.call_id, str(one.error)))
     return _ENCODER.encode(encoded)
+
+
+def is_answer(result: object, payload: object) -> bool:
+    """Whether a command may end with this result."""
+    if isinstance(result, PullReport) and isinstance(payload, commands.Pull):
+        return result.version == payload.version
+    return type(result) is _ANSWERS.get(type(payload), NoneType)
 
 
 def decode_ends(data: bytes) -> tuple[FromReplica, ...]:
@@ -137,9 +156,11 @@ def _id(message: _Message, payload: object) -> CallId:
 
 
 def _decoded(
-    data: bytes, decoders: Mapping[str, msgspec.msgpack.Decoder[Any]]
+    data: bytes,
+    decoders: Mapping[str, msgspec.msgpack.Decoder[Any]],
+    messages: msgspec.msgpack.Decoder[tuple[_Message, ...]] = _MESSAGES,
 ) -> list[tuple[_Message, Any]]:
     try:
-        return [(one, decoders[one.kind].decode(one.payload)) for one in _MESSAGES.decode(data)]
+        return [(one, decoders[one.kind].decode(one.payload)) for one in messages.decode(data)]
     except (msgspec.MsgspecError, RecursionError, KeyError) as error:
         raise ValueError(f"these are no messages of a replica's channel: {error}") from error

@@ -167,8 +167,8 @@ class Tenants:
                 calls = decode_calls(arguments["messages"])
             except ValueError as error:
                 raise RefusedError(400, "invalid_messages", str(error)) from error
-            leased.num_sent = number
             leased.tenant.deliver(calls)
+            leased.num_sent = number
         return {}
 
     async def _receive(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -176,7 +176,7 @@ class Tenants:
         leased = self._leased(arguments)
         async with leased.receiving:
             is_new = leased.num_received <= arguments["after"]
-            if is_new and (messages := await leased.tenant.outbox.take(WAIT_S)):
+            if is_new and (messages := await leased.tenant.take(WAIT_S)):
                 leased.num_received += 1
                 leased.batch = encode_ends(messages)
             if leased.num_received > arguments["after"]:

@@ -8,13 +8,14 @@ Invariants
 - Tokens of a piece were sampled under the version that the piece began with, which is noted here:
   the router's versions count the uploads of all tenants.
 - Each call has exactly one end, after all progress of it.
+- The memory of calls is bounded until the run takes their ends (`MOST_BYTES`, approximate).
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +48,9 @@ from torchtitan_rl.types import (
 )
 
 _REPORT_S = 0.05  # shortest time between two batches of progress
+MOST_BYTES = 1 << 30  # of the memory of calls whose ends a run has not taken
+_CALL_BYTES = 8 << 10  # of a call without its payload
+_TOKEN_BYTES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ class Tenant:
         self.slots = slots
         self.lora = lora
         self.staged: dict[int, Staged] = {}
-        self.outbox: Outbox[FromReplica] = Outbox(interval_s=_REPORT_S)
+        self._outbox: Outbox[FromReplica] = Outbox(interval_s=_REPORT_S)
         self._router = router
         self._prefix = f"{name}/{secrets.token_hex(4)}"  # differs from that of an earlier process
         self._version = 0  # the served policy itself, as an adapter begins
@@ -94,6 +98,8 @@ class Tenant:
         self._switching = asyncio.Lock()  # pulls and pauses are executed in order
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_ended = 0  # tokens of ended requests
+        self._held: dict[CallId, int] = {}  # memory of each call whose end was not taken
+        self._num_held = 0  # their sum
         self._rate = ReadingRate()
 
     def counts(self) -> dict[str, float]:
@@ -103,13 +109,30 @@ class Tenant:
             "sampled_tokens": self._num_sampled(),
         }
 
-    def deliver(self, calls: Collection[ToReplica]) -> None:
-        """Pass calls to the tenant, in order."""
-        for call in calls:
+    def deliver(self, calls: Sequence[tuple[ToReplica, int]]) -> None:
+        """Pass calls to the tenant, in order, with the sizes of their payloads in bytes.
+        RefusedError: they are too many, or have the id of an open call; none is taken."""
+        sizes = {call.call_id: _memory(call, num_bytes) for call, num_bytes in calls}
+        if len(sizes) < len(calls) or sizes.keys() & self._held.keys():
+            raise RefusedError(400, "invalid_messages", "a call has the id of an open one")
+        if self._num_held + sum(sizes.values()) > MOST_BYTES:
+            message = f"{len(self._held)} calls of this run are open; wait for the end of some"
+            raise RefusedError(429, "too_many_calls", message)
+        self._held |= sizes
+        self._num_held += sum(sizes.values())
+        for call, _ in calls:
             if isinstance(call.payload, GenerationRequest):
                 self._submit(call, call.payload)
             else:
                 self._start(self._answer(call))
+
+    async def take(self, timeout_s: float) -> tuple[FromReplica, ...]:
+        """The messages for the run; none within ``timeout_s``: an empty batch."""
+        messages = await self._outbox.take(timeout_s)
+        for one in messages:
+            if isinstance(one, End):
+                self._num_held -= self._held.pop(one.call_id)
+        return messages
 
     async def free_slot(self) -> int:
         """Wait for a slot for the next version. What it holds can no longer be pulled."""
@@ -123,7 +146,7 @@ class Tenant:
 
     async def close(self) -> None:
         """End all requests without an answer."""
-        self.outbox.fail(RefusedError(410, "no_lease", "this lease has ended"))
+        self._outbox.fail(RefusedError(410, "no_lease", "this lease has ended"))
         await cancel_all(self._tasks)
 
     def _start(self, work: Any) -> asyncio.Task[None]:
@@ -146,8 +169,6 @@ class Tenant:
     def _refusal(self, request: GenerationRequest) -> str:
         """Why a request is refused that no engine must see; empty if it is not."""
         name = f"request {request.request_id!r}"
-        if request.request_id in self._running:
-            return f"{name} is still outstanding"
         if request.sampling.prompt_logprobs is not None:
             return f"{name} asks for prompt_logprobs, which runs do not get"
         try:
@@ -159,7 +180,7 @@ class Tenant:
     def _report(self, progress: Progress) -> None:
         if (running := self._running.get(progress.request_id)) is not None:
             running.num_reported = progress.start + len(progress.token_ids)
-            self.outbox.put(progress)
+            self._outbox.put(progress)
 
     async def _serve(self, running: _Running) -> None:
         request_id = running.request.request_id
@@ -318,7 +339,7 @@ class Tenant:
     def _end(
         self, call_id: CallId, result: Any = None, error: GenerationError | None = None
     ) -> None:
-        self.outbox.put(End(call_id=call_id, result=result, error=error), is_urgent=True)
+        self._outbox.put(End(call_id=call_id, result=result, error=error), is_urgent=True)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -327,3 +348,8 @@ class Tenant:
     async def _wait_until(self, condition: Any) -> None:
         while not condition():
             await self._changed.wait()
+
+
+def _memory(call: ToReplica, num_bytes: int) -> int:
+    tokens = call.payload.prompt_token_ids if isinstance(call.payload, GenerationRequest) else ()
+    return _CALL_BYTES + _TOKEN_BYTES * len(tokens) + num_bytes

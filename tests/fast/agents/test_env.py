@@ -82,13 +82,13 @@ def test_constraints_are_used_because_the_loss_knows_what_they_leave():
         {"engine_options": {"logit_bias": {"5": 1.0}}},
         {"min_tokens": 2},
         {"ignore_eos": True},
+        {"prompt_logprobs": 2},
     ],
 )
 def test_sampling_that_an_agent_relies_on_is_refused_rather_than_changed(sampling):
     async def agent(ask, call):
-        with pytest.raises(
-            RefusedError, match="would not know the sampling distribution"
-        ) as caught:
+        why = "would not know the sampling distribution|no scores of prompts"
+        with pytest.raises(RefusedError, match=why) as caught:
             await ask((1,), **sampling)
         assert refusal(caught.value) == (400, "invalid_request")
         await ask((1,))

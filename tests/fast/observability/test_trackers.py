@@ -164,6 +164,14 @@ def test_old_files_that_cannot_be_removed_do_not_end_a_run(tmp_path: Path, names
     assert old.exists() == (not names)
 
 
+def test_a_new_run_does_not_continue_an_earlier_one_of_a_tracker(tmp_path: Path, caplog) -> None:
+    """Whose id cannot be removed: a folder stands for such a file."""
+    (tmp_path / "trackers" / "trackio.id").mkdir(parents=True)
+    assert start_trackers(["trackio"], tmp_path, config={}, resume_step=None) == []
+    (warning,) = warnings_in(caplog)
+    assert "trackio.id" in warning
+
+
 def test_a_tracker_that_is_not_installed_is_an_error_of_the_configuration(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (error,) = tracker_errors(("tensorboard", "mlflow"))

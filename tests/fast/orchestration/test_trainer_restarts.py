@@ -3,6 +3,7 @@ loses trainers at every call of many plans."""
 
 from __future__ import annotations
 
+import asyncio
 import resource
 from collections import Counter
 from dataclasses import replace
@@ -189,5 +190,31 @@ def test_a_trainer_that_is_lost_while_its_run_ends_is_not_started_again(tmp_path
             await simulation.restarted.offload()
         assert simulation.trainer.successor is None
         assert simulation.failures == []
+
+    run_virtually(work())
+
+
+@pytest.mark.parametrize("moment", ["close", "start", "delay"])
+def test_a_loss_is_reported_at_whatever_moment_of_the_restart_the_run_ends(
+    tmp_path: Path, moment: str
+) -> None:
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    async def fail() -> SimTrainer:
+        raise TrainerLostError("it did not start")
+
+    async def work() -> None:
+        simulation = Simulation(PLAN, tmp_path)
+        restarted, lost = simulation.restarted, simulation.trainer
+        assert restarted is not None
+        if moment == "close":
+            lost.close = never
+        restarted.start = fail if moment == "delay" else never
+        lost.lose(TrainerLostError("killed"))
+        await asyncio.sleep(1.0)
+        await restarted.close()
+        (failure,) = simulation.failures
+        assert failure.given_up == "the run ended first"
 
     run_virtually(work())

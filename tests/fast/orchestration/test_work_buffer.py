@@ -178,9 +178,10 @@ def test_whatever_happens_the_bound_holds_the_counts_add_up_and_nothing_gets_stu
             for name in train(work):
                 work.restart(name, version=version)
                 work.start(name)
-        has_batch = work.has_batch
+        has_batch, blocking = work.has_batch, work._blocking
         work._blocking = None  # looks at all groups again
         assert work.has_batch is has_batch
+        work._blocking = blocking
         held = work._ledger.state_dict()["tokens_of"].keys()
         assert held == {entry.group_id for entry in work.entries}
         require_sums(work._ledger.totals())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.serving.recording import TOKEN_BYTES, TURN_TOKENS
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY
-from torchtitan_rl.types import Grammar
+from torchtitan_rl.types import Grammar, TokenScores
 
 STEPS = st.lists(
     st.tuples(
@@ -92,7 +93,8 @@ async def test_cut_distributions_are_reported_with_their_tokens_and_trained_wher
     sessions = make(TokenRouter(kept_tokens=kept))
     await sessions.complete(asked((1, 2), "s", max_tokens=5, top_p=0.9))
     held = sessions.counts()["session_tokens_held"]
-    assert held == TURN_TOKENS + 2 + 5 + len(pair) // TOKEN_BYTES
+    num_runs = 4
+    assert held == TURN_TOKENS + 2 + 5 + (120 * num_runs + len(pair)) // TOKEN_BYTES
     report = await sessions.close("s", 1.0)
     assert report.tokens_masked == {"truncated_sampling": 1}
     assert report.tokens_trained == 4
@@ -113,7 +115,32 @@ async def test_a_session_does_not_hold_a_clients_schemas_and_counts_its_grammars
     (turn,) = sessions._open["s"].recording.turns
     assert len(pickle.dumps(turn.request)) < 2_000
     held = sessions.counts()["session_tokens_held"]
-    assert held == TURN_TOKENS + 2 + 2 + len(large) // TOKEN_BYTES
+    assert held == TURN_TOKENS + 2 + 2 + (120 + len(large)) // TOKEN_BYTES
+
+
+class Scoring(TokenRouter):
+    async def generate(self, request, on_progress=None):
+        done = await super().generate(request, on_progress)
+        return replace(done, prompt_scores=TokenScores(logprobs=(-1.0,) * 10_000))
+
+
+@on_virtual_clock
+async def test_a_session_keeps_no_scores_of_prompts_and_nothing_of_a_request_that_failed():
+    router = Scoring()
+    sessions = make(router)
+    done = await sessions.complete(asked((1, 2), "s", max_tokens=2))
+    assert done.prompt_scores is not None  # for the client
+    asking = asyncio.create_task(sessions.complete(asked((3,), "s"), lambda _: None))
+    await asyncio.sleep(5.5)
+    router.failure = GenerationError("lost")
+    with pytest.raises(GenerationError):
+        await asking
+    turns = sessions._open["s"].recording.turns
+    assert len(pickle.dumps(turns)) < 2_000
+    assert turns[1].partial == []
+    counts = sessions.counts()
+    assert counts["session_tokens_held"] == 2 * TURN_TOKENS + 2 + 2 + 1
+    assert counts["session_tokens_generated"] == router.num_sampled == 7
 
 
 def _held(session) -> int:

@@ -32,6 +32,7 @@ from torchtitan_rl.errors import (
     InvalidRequestError,
     OutputError,
     ReplicaError,
+    WeightSyncError,
 )
 from torchtitan_rl.generation import commands
 from torchtitan_rl.generation.config import LoopConfig
@@ -47,6 +48,7 @@ from torchtitan_rl.tenancy.client import OWNER_FILE, ServedPeer, owner_of
 from torchtitan_rl.tenancy.tenant import Tenant
 from torchtitan_rl.types import (
     Completion,
+    EngineReading,
     FinishReason,
     GenerationRequest,
     Progress,
@@ -558,8 +560,67 @@ def test_many_calls_leave_in_batches_that_a_server_takes(monkeypatch: pytest.Mon
     batches = list(messages.encode_calls(calls))
     assert len(batches) > 3
     assert max(map(len, batches)) < 1010
-    assert tuple(call for batch in batches for call in messages.decode_calls(batch)) == calls
-    assert list(map(messages.decode_calls, messages.encode_calls(()))) == [()]
+    decoded = [call for batch in batches for call, _ in messages.decode_calls(batch)]
+    assert tuple(decoded) == calls
+    assert list(map(messages.decode_calls, messages.encode_calls(()))) == [[]]
+
+
+def test_a_server_takes_no_more_calls_at_once_than_a_run_sends() -> None:
+    calls = tuple(Call(call_id=n, payload=commands.Resume()) for n in range(20_000))
+    batches = list(messages.encode_calls(calls))
+    assert [len(messages.decode_calls(batch)) for batch in batches] == [8192, 8192, 3616]
+    both = msgspec.msgpack.encode(msgspec.msgpack.decode(batches[0]) * 2)
+    with pytest.raises(ValueError, match="length <= 8192"):
+        messages.decode_calls(both)
+
+
+@on_event_loop
+async def test_open_calls_of_a_run_are_bounded_until_it_takes_their_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise a run that never asks for messages fills the server's memory."""
+    monkeypatch.setattr("torchtitan_rl.tenancy.tenant.MOST_BYTES", 100 * 9000)
+
+    def batch(first: int) -> bytes:
+        calls = [Call(call_id=first + n, payload=commands.Resume()) for n in range(60)]
+        (content,) = messages.encode_calls(tuple(calls))
+        return content
+
+    async with serving(monkeypatch) as there:
+        lease = (await there.command("tenant.open", registration("a")))["lease"]
+        own = {"name": "a", "lease": lease}
+        await there.command("tenant.send", {**own, "number": 1, "messages": batch(0)})
+        await asyncio.sleep(0.2)  # they have ended
+        following = {**own, "number": 2, "messages": batch(60)}
+        with pytest.raises(RefusedError, match="60 calls of this run are open") as caught:
+            await there.command("tenant.send", following)
+        assert caught.value.status == 429  # a run sends them again
+        taken = await there.command("tenant.receive", {**own, "after": 0})
+        assert len(messages.decode_ends(taken["messages"])) == 60
+        await there.command("tenant.send", following)
+        again = {**own, "number": 3, "messages": batch(60)}
+        with pytest.raises(RefusedError, match="has the id of an open one"):
+            await there.command("tenant.send", again)
+
+
+@pytest.mark.parametrize(
+    "forged", [None, "newer", EngineReading(sampled_tokens=1, running_tokens=1)]
+)
+@on_event_loop
+async def test_a_server_whose_answer_is_not_one_of_the_command_is_lost(
+    monkeypatch: pytest.MonkeyPatch, forged: Any
+) -> None:
+    """Rather than believed, or an error of another kind that ends the run."""
+    if forged == "newer":
+        forged = PullReport(version=10**9, stall_s=0.0, running_requests=0, recomputed=False)
+
+    async def pull(self: Tenant, version: int) -> Any:
+        return forged
+
+    monkeypatch.setattr(Tenant, "_pull", pull)
+    async with serving(monkeypatch) as there, run_of(there, "a") as router:
+        with pytest.raises(WeightSyncError, match="answer of another kind"):
+            await router.sync_weights(handle("a", 1), mode="hot_swap")
 
 
 def test_only_a_completion_or_an_error_ends_a_request_whatever_the_other_side_sends() -> None:
@@ -577,7 +638,9 @@ def test_only_a_completion_or_an_error_ends_a_request_whatever_the_other_side_se
     done = Completion(request_id="r1", finish_reason=FinishReason.ABORT, **nothing)
     (end,) = messages.decode_ends(forged("Completion", done))
     assert (end.call_id, end.result) == ("r1", done)
-    (call,) = messages.decode_calls(forged("GenerationRequest", request("r1", random.Random(0))))
+    ((call, _),) = messages.decode_calls(
+        forged("GenerationRequest", request("r1", random.Random(0)))
+    )
     assert call.call_id == "r1"
     (end,) = messages.decode_ends(forged("PullReport", pulled, call_id=3))
     assert end.result == pulled

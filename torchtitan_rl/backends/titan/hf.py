@@ -256,6 +256,7 @@ class _Shard:
 
 def _shard(value: torch.Tensor) -> _Shard | None:
     if isinstance(value, DTensor) and value.device_mesh.size() < dist.get_world_size():
+        assert all(placement.is_replicate() for placement in value.placements)
         value = value.to_local()  # the biases of experts are copied in a mesh of one dimension only
     if not isinstance(value, DTensor):
         of_rank_0 = ((dist.get_rank(), 1),)

@@ -87,6 +87,7 @@ from torchtitan_rl.serving.routes import refused
 
 logger = logging.getLogger(__name__)
 
+_MAX_ID_CHARS = 300
 _SERVED = {
     "/v1/chat/completions",
     "/v1/completions",
@@ -158,7 +159,10 @@ class RouterLLM(AsyncLLM):
         self, prompt: Any, sampling_params: VllmSamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
         """Generate as AsyncLLM does. Raises VLLMValidationError: an option is not served, or the
-        session is invalid."""
+        id or the session is invalid."""
+        if len(request_id) > _MAX_ID_CHARS:  # it is kept with each turn and repeated in each chunk
+            message = f"the id (request_id, X-Request-Id) has over {_MAX_ID_CHARS} characters"
+            raise VLLMValidationError(message, parameter="request_id")
         refuse_unserved(sampling_params, scores_prompts=self._scores_prompts)
         self.constraints.free(sampling_params)
         refuse_unsupported_schema(sampling_params)
