@@ -290,10 +290,15 @@ def test_a_loss_without_a_successor_is_reported_too(max_restarts, why):
     run_virtually(play())
 
 
-def test_a_restart_that_the_end_of_the_run_interrupts_is_reported():
+@pytest.mark.parametrize("asks_the_host", [False, True])
+def test_a_restart_that_the_end_of_the_run_interrupts_is_reported(asks_the_host):
+    async def never(name: str) -> bool:
+        await asyncio.Event().wait()
+        return False
+
     async def play():
         machine = Machine("replica0", "replica1")
-        async with machine.restarting():
+        async with machine.restarting(is_alone=never if asks_the_host else None):
             machine.can_start.clear()
             machine.kill("replica0")
             await settle()

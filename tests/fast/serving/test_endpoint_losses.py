@@ -16,7 +16,8 @@ from tests.support.await_faults import Faults
 from tests.support.endpoint_processes import START_S, Processes
 from tests.support.front_end import MAX_TOKENS, TokenReplica
 from tests.support.http_driver import CHAT
-from tests.support.virtual_clock import VirtualLoop
+from tests.support.virtual_clock import VirtualLoop, run_virtually
+from torchtitan_rl.errors import EndpointLostError
 from torchtitan_rl.failures import Failure, Part
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.restarts import EndpointRestarts
@@ -186,3 +187,25 @@ def test_wherever_the_process_dies_no_request_runs_twice_and_no_token_is_lost(
     assert num_repeated > len(numbers) // 2
     # Two equal requests ended together and one answer was lost: they cannot be told apart.
     assert num_alike <= 1 + len(numbers) // 50
+
+
+def test_a_loss_is_reported_if_the_run_ends_between_two_starts_of_the_endpoint() -> None:
+    class Broken:
+        name = "endpoint"
+
+        async def restart(self) -> None:
+            raise EndpointLostError("it does not start")
+
+    async def play() -> None:
+        failures: list[Failure] = []
+        restarts = EndpointRestarts(
+            max_restarts=2, say=lambda text: None, on_failure=failures.append
+        )
+        lost = EndpointLostError("killed")
+        task = asyncio.create_task(restarts.restart(Broken(), lost))  # type: ignore[arg-type]
+        await asyncio.sleep(1.0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert [one.given_up for one in failures] == ["the run ended first"]
+
+    run_virtually(play())
