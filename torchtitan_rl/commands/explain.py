@@ -14,6 +14,7 @@ from torchtitan_rl.bounds import is_line
 from torchtitan_rl.config.resume import read_run_identity
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.observability.explain import (
+    MIN_STEPS,
     RunFacts,
     diagnose,
     finite,
@@ -40,7 +41,9 @@ def main(words: Sequence[str]) -> int:
     found = diagnose(facts)
     for diagnosis in found:
         print(f"found: {diagnosis}")
-    if not found:
+    if len(facts.steps) < MIN_STEPS:
+        print(f"faults are looked for from step {MIN_STEPS} on")
+    elif not found:
         print("nothing wrong was found")
     return int(bool(found))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torchtitan_rl.bounds import check_fields
 from torchtitan_rl.config.loader import load_config, split_config, take_options
+from torchtitan_rl.config.resume import run_fields
 from torchtitan_rl.config.run import RunConfig, output_file_errors
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.files import replace_file
@@ -68,6 +69,8 @@ def main(words: Sequence[str]) -> int:
     if errors:
         raise ConfigError(errors)
     profile = read_profile(Path(given["--profile"]))
+    if difference := profile.difference(run_fields(config)):
+        raise ConfigError(f"{difference}; give that, or the profile of a run of this configuration")
     if devices is None:
         found = [simulate(config, profile, mtbf_hours=mtbf_hours)]
         print("\n".join(describe(found[0], mtbf_hours)))

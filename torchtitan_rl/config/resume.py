@@ -58,7 +58,7 @@ _SECTIONS = {  # the fields of each section that may change; a section's name st
         "data_parallel_replicate data_parallel_shard context_parallel tensor_parallel "
         "expert_parallel max_episode_tokens max_tokens_per_microbatch share_prefixes "
         "activation_checkpointing compile threads updates_per_batch sft_coefficient step_timeout_s "
-        "loss"
+        "max_restarts loss"
     ),
     "trainer.optimizer.": "learning_rate warmup_steps decay_steps min_lr_factor max_grad_norm",
 }
@@ -91,13 +91,17 @@ def run_identity(config: RunConfig, policy_dir: Path) -> dict[str, Any]:
     Raises:
         OSError, ValueError: the policy's files cannot be read.
     """
+    return run_fields(config) | {POLICY: policy_fingerprint(policy_dir)}
+
+
+def run_fields(config: RunConfig) -> dict[str, Any]:
+    """All fields of a run by dotted name, in JSON types."""
     identity = _flatten(config, "")
     if isinstance(config.task, SupervisedTask):
         identity = _of_supervised(identity, config.task.section)
     # Older runs name the tasks of `experiments` without the package's name.
     module = type(config.task).__module__.removeprefix("torchtitan_rl.")
     identity[TASK] = f"{module}.{type(config.task).__qualname__}"
-    identity[POLICY] = policy_fingerprint(policy_dir)
     loaded: dict[str, Any] = json.loads(json.dumps(identity))
     return loaded
 

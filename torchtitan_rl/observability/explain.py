@@ -25,7 +25,7 @@ from torchtitan_rl.observability.engine import (
 )
 from torchtitan_rl.types import RolloutStatus
 
-_MIN_STEPS = 6  # fewer steps show no trend
+MIN_STEPS = 6  # fewer steps show no trend
 _SIGNIFICANT = 3.0
 _MUCH = 0.5  # a share from which something is the main cause
 _WORTH = 0.2  # a share of the steps' time from which saving it is worth a change
@@ -96,7 +96,7 @@ def summarize(facts: RunFacts) -> list[str]:
 
 def diagnose(facts: RunFacts) -> list[Diagnosis]:
     """The possible faults, the most important first; empty for a run that looks sound."""
-    if len(facts.steps) < _MIN_STEPS:
+    if len(facts.steps) < MIN_STEPS:
         return []
     learning = [found for rule in _LEARNING for found in rule(facts)]
     effects = {effect for found in learning for effect in _EFFECTS.get(found.cause, ())}
@@ -210,7 +210,7 @@ def _describe_time(facts: RunFacts) -> Iterator[str]:
 
 def _limit(facts: RunFacts) -> Diagnosis | None:
     """The fault that limits the speed."""
-    if len(facts.steps) < _MIN_STEPS:
+    if len(facts.steps) < MIN_STEPS:
         return None
     return next((one for rule in _SPEED for one in rule(facts)), None)
 
@@ -449,7 +449,7 @@ class _Trend:
     @staticmethod
     def of(steps: Sequence[Mapping[str, Any]], name: str) -> _Trend | None:
         values = _values(steps, name)
-        if len(values) < _MIN_STEPS:
+        if len(values) < MIN_STEPS:
             return None
         first, _, last = _thirds(values)
         before, after = fmean(first), fmean(last)

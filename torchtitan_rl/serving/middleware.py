@@ -127,7 +127,7 @@ def authenticate(scope: Scope, keys: Keys) -> str | None:
     key, colon, suffix = (bearer or b"").partition(b":")
     if keys.api and not hmac.compare_digest(key, keys.api.encode()):
         raise _unauthorized(
-            "No API key was given: send it as a bearer token."
+            "No API key was given: send it as a bearer token or in x-api-key."
             if bearer is None
             else "The API key is wrong."
         )

@@ -201,7 +201,9 @@ def owner_of(run_dir: Path) -> str:
 def _cause(answer: httpx.Response) -> str:
     try:
         error: Mapping[str, Any] = answer.json()["error"]
-        return f"{error['message']} (HTTP {answer.status_code})"
+        is_key = answer.status_code == httpx.codes.UNAUTHORIZED
+        fix = f"; the key is read from {API_KEY}" if is_key else ""
+        return f"{error['message']} (HTTP {answer.status_code}){fix}"
     except (ValueError, KeyError, TypeError):
         return f"HTTP {answer.status_code}"
 

@@ -162,3 +162,23 @@ def test_the_command_writes_what_it_says(tmp_path, capsys):
 def test_a_wrong_option_is_one_clear_error(options, said):
     with pytest.raises(ConfigError, match=said):
         main(["alphabet_sort_tiny", *options])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["calculator_agent_tiny"],
+            "task is .*Calculator.*: the profile is of a run with .*Alphabet",
+        ),
+        (["alphabet_sort_tiny", "--task.max-turns", "2"], "task.max_turns is 2: .* with 3"),
+        (
+            ["alphabet_sort_tiny", "--rollout.sampling.top-p", "0.5"],
+            "rollout.sampling.top_p is 0.5",
+        ),
+    ],
+)
+def test_the_profile_of_another_task_is_refused(tmp_path, words, said):
+    write_profile(profile_run(RUN), tmp_path / "p.json")
+    with pytest.raises(ConfigError, match=said):
+        main([*words, "--profile", str(tmp_path / "p.json"), *SMALL])
