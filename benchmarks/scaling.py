@@ -68,7 +68,7 @@ def main() -> None:
     options = _options()
     profile = assumed_profile() if options.profile is None else read_profile(options.profile)
     report: dict[str, Any] = heading(options)
-    collect_less(full_after=1000)
+    collect_less(full_after=5000)
 
     def run_of(replicas: int, steps: int = options.steps) -> RunConfig:
         return _run_of(replicas, steps, options.groups_per_replica, options.group_size)

@@ -262,7 +262,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
                 run_processes(prepared, trace_dir=recorder.trace_dir, hosts=run.hosts)
             )
         await stack.enter_async_context(scaling_socket(config.run_dir, losses))
-        collect_less(full_after=1000)
+        collect_less(full_after=5000)
         trainer = await stack.enter_async_context(losses.trainer(processes, run.claim))
         if run.recorded is not None:
             await train_on_recorded(run.recorded, prepared, trainer, recorder, signals)
