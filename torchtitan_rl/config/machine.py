@@ -89,9 +89,15 @@ class HostFacts:
         return ", ".join(part for part in (where, has) if part)
 
 
+def memory_bytes() -> int:
+    """The memory of this machine that this process may use."""
+    import psutil
+
+    return min([psutil.virtual_memory().total, *_cgroup_limits(_CGROUP_BYTES)])
+
+
 def machine_facts() -> HostFacts:
     """The resources of this machine that this process may use."""
-    import psutil
     import torch
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -101,7 +107,7 @@ def machine_facts() -> HostFacts:
         cuda_devices=devices,
         device_bytes=min((one.total_bytes for one in cuda.devices), default=0) if cuda else 0,
         num_cores=min([len(os.sched_getaffinity(0)), *_cgroup_limits(_CGROUP_CORES)]),
-        memory_bytes=min([psutil.virtual_memory().total, *_cgroup_limits(_CGROUP_BYTES)]),
+        memory_bytes=memory_bytes(),
         max_open_files=None if soft == resource.RLIM_INFINITY else soft,
         cuda=cuda,
     )

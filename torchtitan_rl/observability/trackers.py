@@ -57,7 +57,7 @@ def start_trackers(
     """Start a thread for each tracker. ``config`` is what a tracker shows as the configuration."""
     folder = run_dir / FOLDER
     events = run_dir / "tensorboard"
-    refused = set()  # trackers that would continue an earlier run
+    refused = set()  # trackers whose id of an earlier run is left: they would continue that run
     if resume_step is None:
         old_events = events.glob("events.out.tfevents.*") if "tensorboard" in names else ()
         for old in (*folder.glob("*.id"), *old_events):

@@ -134,7 +134,8 @@ def listen(host: str, port: int, *, backlog: int = BACKLOG) -> socket.socket:
             (host, port), family=family, backlog=backlog, dualstack_ipv6=is_v6
         )
     except (OSError, ValueError) as error:  # ValueError: no host can have that name
-        cause = getattr(error, "strerror", None) or error
+        cause = str(getattr(error, "strerror", None) or error)
+        cause = cause.partition(" (while attempting")[0]  # which repeats the address
         raise EndpointLostError(
             f"endpoint.host is {host} and endpoint.port {port}: {cause}; give another"
         ) from error

@@ -43,7 +43,7 @@ from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
 
 MAX_SESSIONS = 10_000  # open at once
 MAX_ENDED = 100_000  # ended sessions that are remembered
-MAX_HELD_TOKENS = 1 << 24  # prompts and completions of one session; about 0.6 GB
+MAX_HELD_TOKENS = 1 << 24  # prompts and completions of one session; about 1.2 GB
 MAX_TOTAL_TOKENS = 1 << 26  # all open sessions together; about 4.8 GB
 
 

@@ -42,7 +42,7 @@ from torchtitan_rl.types import CompletionMetrics, Rollout
 _MAX_GROUPS = 512  # kept of a run, spread over its steps
 
 _LEAST_TOKEN_S = 1e-9
-_OF_TASK = ("task", "rollout.max_", "rollout.sampling.")  # what decides about turns and lengths
+_OF_ROLLOUTS = ("rollout.max_", "rollout.sampling.")  # what decides about turns and lengths
 _TRAINER_RANKS = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
 
 _Time = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
@@ -114,7 +114,7 @@ class Losses:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """``groups`` are sibling rollouts, or single ones where the run did not write all rollouts.
-    ``of_task``: the fields of the run that a simulated one must share."""
+    ``shared``: the fields of the run that a simulated one must share."""
 
     source: str
     steps: int
@@ -125,14 +125,14 @@ class Profile:
     training: Training
     syncs: Syncs
     losses: Losses
-    of_task: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
 
     def difference(self, fields: Mapping[str, Any]) -> str:
         """The first of a run's fields that the profiled run had otherwise; empty if none."""
-        for name in sorted(self.of_task, key=len):  # the task itself before its fields
-            own, other = self.of_task[name], fields.get(name)
-            if name in fields and own != other:
-                return f"{name} is {other}: the profile is of a run with {own}"
+        others = _shared(fields)
+        for name, own in self.shared.items():
+            if name in others and own != others[name]:
+                return f"{name} is {others[name]}: the profile is of a run with {own}"
         return ""
 
 
@@ -221,8 +221,15 @@ def profile_run(run_dir: Path) -> Profile:
             bytes_per_s=fetched[0] / fetched[1] if all(fetched) else None,
         ),
         losses=_losses(run, rows, replicas),
-        of_task={name: run.identity[name] for name in run.identity if name.startswith(_OF_TASK)},
+        shared=_shared(run.identity),
     )
+
+
+def _shared(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The task's class, without its module, which may be a file of another name, and the limits
+    and sampling of rollouts."""
+    task = {"task": str(fields["task"]).rpartition(".")[2]} if "task" in fields else {}
+    return task | {name: fields[name] for name in fields if name.startswith(_OF_ROLLOUTS)}
 
 
 def _number(identity: Mapping[str, Any], name: str, default: int = 1) -> int:

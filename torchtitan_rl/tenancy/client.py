@@ -174,6 +174,8 @@ class ServedPeer:
                 message = f"{self._url} refuses {self.name}: {_cause(answer)}"
                 if answer.status_code not in _RETRIED:
                     raise ReplicaError(message)
+                if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:  # it takes them later
+                    give_up_s = loop_s() + patience_s
             except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
                 cause = one_line(error) or type(error).__name__
                 message = f"no `torchtitan-rl serve --tenants` is reached at {self._url}: {cause}"

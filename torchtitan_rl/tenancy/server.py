@@ -14,7 +14,8 @@ Invariants
 - A tenant is served only with the secret of its lease. The same run (by its folder) may register
   again at any time, and then takes the place of its earlier process. A tenant that is not heard of
   for `LEASE_S` is removed, and its requests end.
-- What a tenant uploads is bounded before it is kept, and checked before an engine sees it.
+- What a tenant uploads is bounded before it is kept, and checked before an engine sees it. Calls of
+  all tenants hold at most a quarter of the memory, in equal parts.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from torchtitan_rl.config.lora import (
     num_adapter_weights,
     slot_tensors,
 )
+from torchtitan_rl.config.machine import memory_bytes
 from torchtitan_rl.config.model import PolicyArchitecture
 from torchtitan_rl.config.resume import policy_digest
 from torchtitan_rl.errors import WeightSyncError
@@ -128,7 +130,8 @@ class Tenants:
                 message = f"all {number} places are taken; start serve with more --tenants"
                 raise RefusedError(503, "no_tenant_place", message)
             await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
-        tenant = Tenant(name, self.router, slots=free[0], lora=lora)
+        most_bytes = memory_bytes() // 4 // self.slots.number
+        tenant = Tenant(name, self.router, slots=free[0], lora=lora, most_bytes=most_bytes)
         leased = _Leased(tenant, owner=owner, secret=secrets.token_hex(16))
         self._by_name[name] = leased
         return {"lease": leased.secret, "lease_s": LEASE_S}

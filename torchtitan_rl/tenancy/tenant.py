@@ -8,7 +8,7 @@ Invariants
 - Tokens of a piece were sampled under the version that the piece began with, which is noted here:
   the router's versions count the uploads of all tenants.
 - Each call has exactly one end, after all progress of it.
-- The memory of calls is bounded until the run takes their ends (`MOST_BYTES`, approximate).
+- The memory of calls is bounded until the run takes their ends.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from torchtitan_rl.types import (
 )
 
 _REPORT_S = 0.05  # shortest time between two batches of progress
-MOST_BYTES = 1 << 30  # of the memory of calls whose ends a run has not taken
 _CALL_BYTES = 8 << 10  # of a call without its payload
 _TOKEN_BYTES = 40
 
@@ -79,10 +78,17 @@ class _Running:
 
 
 class Tenant:
-    """The engine loop that a run sees. ``staged`` are the versions that it may pull."""
+    """The engine loop that a run sees. ``staged`` are the versions that it may pull. Calls whose
+    ends the run has not taken hold at most about ``most_bytes``."""
 
     def __init__(
-        self, name: str, router: GeneratorRouter, *, slots: tuple[int, int], lora: LoraConfig
+        self,
+        name: str,
+        router: GeneratorRouter,
+        *,
+        slots: tuple[int, int],
+        lora: LoraConfig,
+        most_bytes: int,
     ) -> None:
         self.name = name
         self.slots = slots
@@ -100,6 +106,7 @@ class Tenant:
         self._num_ended = 0  # tokens of ended requests
         self._held: dict[CallId, int] = {}  # memory of each call whose end was not taken
         self._num_held = 0  # their sum
+        self._most_bytes = most_bytes
         self._rate = ReadingRate()
 
     def counts(self) -> dict[str, float]:
@@ -115,7 +122,7 @@ class Tenant:
         sizes = {call.call_id: _memory(call, num_bytes) for call, num_bytes in calls}
         if len(sizes) < len(calls) or sizes.keys() & self._held.keys():
             raise RefusedError(400, "invalid_messages", "a call has the id of an open one")
-        if self._num_held + sum(sizes.values()) > MOST_BYTES:
+        if self._num_held >= self._most_bytes:  # by at most one batch it may be more
             message = f"{len(self._held)} calls of this run are open; wait for the end of some"
             raise RefusedError(429, "too_many_calls", message)
         self._held |= sizes

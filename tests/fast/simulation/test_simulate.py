@@ -171,7 +171,7 @@ def test_a_wrong_option_is_one_clear_error(options, said):
             ["calculator_agent_tiny"],
             "task is .*Calculator.*: the profile is of a run with .*Alphabet",
         ),
-        (["alphabet_sort_tiny", "--task.max-turns", "2"], "task.max_turns is 2: .* with 3"),
+        (["alphabet_sort_tiny", "--rollout.max-turns", "2"], "rollout.max_turns is 2: .* with 3"),
         (
             ["alphabet_sort_tiny", "--rollout.sampling.top-p", "0.5"],
             "rollout.sampling.top_p is 0.5",

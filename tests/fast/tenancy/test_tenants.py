@@ -579,7 +579,7 @@ async def test_open_calls_of_a_run_are_bounded_until_it_takes_their_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise a run that never asks for messages fills the server's memory."""
-    monkeypatch.setattr("torchtitan_rl.tenancy.tenant.MOST_BYTES", 100 * 9000)
+    monkeypatch.setattr(server, "memory_bytes", lambda: 4 * 2 * 50 * 9000)
 
     def batch(first: int) -> bytes:
         calls = [Call(call_id=first + n, payload=commands.Resume()) for n in range(60)]
@@ -601,6 +601,24 @@ async def test_open_calls_of_a_run_are_bounded_until_it_takes_their_ends(
         again = {**own, "number": 3, "messages": batch(60)}
         with pytest.raises(RefusedError, match="has the id of an open one"):
             await there.command("tenant.send", again)
+
+
+@on_event_loop
+async def test_a_run_with_more_requests_than_a_server_holds_completes_them_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "memory_bytes", lambda: 4 * 2 * 30 * 9000)
+    monkeypatch.setattr("torchtitan_rl.tenancy.client.LOST_S", 0.02)
+    rng = random.Random(0)
+    async with serving(monkeypatch) as there, run_of(there, "a") as router:
+        asked = [request(f"{number}", rng) for number in range(100)]
+
+        async def later(number: int) -> Completion:
+            await asyncio.sleep(0.01 * (number // 20))
+            return await router.generate(asked[number])
+
+        for one, done in zip(asked, await asyncio.gather(*map(later, range(100))), strict=True):
+            check(one, done, "a")
 
 
 @pytest.mark.parametrize(
