@@ -1,12 +1,14 @@
 """What a lost replica costs a run, and what watching its processes costs.
 
-    python -m benchmarks.recovery [--replicas 3] [--repeats 3] [--seconds 30] [--wait-s 0.05]
+    python -m benchmarks.recovery [--replicas 3] [--repeats 3] [--seconds 60] [--wait-s 0.05]
 
-Each repeat trains alphabet sort (S = 2) with all replicas for a while, kills or stops (SIGSTOP,
-alternately) one, and goes on until it has been back for as long. Tokens per second are those of the
-steps between two moments, against the time before the fault. Each step of an engine waits
-``--wait-s`` without using a core, as one on a device does: otherwise the others would get the cores
-of the one that is gone.
+Each run trains alphabet sort (S = 2) with all replicas for ``--seconds``. Then one is killed or
+stopped (SIGSTOP), and the run goes on until it has been back for as long; or it is killed and stays
+away (``generator.max_restarts`` 0). Tokens per second are those sampled between two moments,
+against the time before the fault. Each step of an engine waits ``--wait-s`` without using a core,
+as one on a device does: otherwise the others would get the cores of the one that is gone. The
+learning rate is next to nothing: a policy that learns changes the length of its answers by more
+than what is measured.
 
 The watch is measured in this process: the processor time of `Processes.wait_until_lost` for as many
 processes as the run has, by the time that passed.
@@ -37,7 +39,7 @@ from torchtitan_rl.observability.sinks import Row, read_rows
 from torchtitan_rl.processes import Processes
 
 _PATIENCE_S = 300.0
-_KINDS = ("kill", "stop")
+_KINDS = ("kill", "stop", "kill for good")
 
 
 def main() -> None:
@@ -52,15 +54,15 @@ def main() -> None:
             write_report(options.output, report)
     report["medians"] = {kind: medians(rows) for kind, rows in report["faults"].items()}
     write_report(options.output, report)
-    names = list(report["medians"][_KINDS[0]])
-    print_table(
-        ["", *_KINDS],
-        [[name, *(f"{report['medians'][kind][name]:.2f}" for kind in _KINDS)] for name in names],
-    )
+    rows = report["medians"].values()
+    names = dict.fromkeys(name for row in rows for name in row)
+    cells = [[name, *(f"{row[name]:.2f}" if name in row else "" for row in rows)] for name in names]
+    print_table(["", *_KINDS], cells)
     print(f"watching {options.replicas + 2} processes: {report['watch']:.3%} of a core")
 
 
 def _measure(options: argparse.Namespace, kind: str) -> dict[str, float]:
+    is_for_good = kind == "kill for good"
     with tempfile.TemporaryDirectory() as folder:
         run_dir, log = Path(folder) / "run", Path(folder) / "log"
         command = [
@@ -70,6 +72,8 @@ def _measure(options: argparse.Namespace, kind: str) -> dict[str, float]:
             *("--evaluation.every", "0", "--evaluation.num-problems", "4"),
             *("--schedule.staleness", "2", "--generator.replicas", f"{options.replicas}"),
             *("--generator.max-running-requests", "8"),
+            *("--trainer.optimizer.learning-rate", "1e-9"),
+            *(("--generator.max-restarts", "0") if is_for_good else ()),
         ]
         waiting = environment(Path(folder), options.wait_s)
         with log.open("w") as output:
@@ -80,18 +84,20 @@ def _measure(options: argparse.Namespace, kind: str) -> dict[str, float]:
             time.sleep(options.seconds)
             lost_s = time.time()
             lost = processes_of(run_dir, "replica")["replica1-rank0"]
-            disturb(lost, "kill" if kind == "kill" else "stop", "replica")
+            disturb(lost, "stop" if kind == "stop" else "kill", "replica")
             _until(lambda: bool(_failures(run_dir)), run)
             failure = _failures(run_dir)[0]
-            back_s = failure["wall_time_s"]
+            goes_on_s = failure["wall_time_s"]
             time.sleep(options.seconds)
             before = _rate(run_dir, began_s, lost_s)
+            ratio = _rate(run_dir, goes_on_s, time.time()) / before
+            if is_for_good:
+                return {"tokens/s before": before, "while it is gone": ratio}
             return {
                 "tokens/s before": before,
-                "while it is gone": _rate(run_dir, lost_s, back_s) / before,
-                "after its return": _rate(run_dir, back_s, time.time()) / before,
-                "s until seen": back_s - failure["serve_s"] - lost_s,
-                "s until serving": back_s - lost_s,
+                "after its return": ratio,
+                "s until seen": goes_on_s - failure["serve_s"] - lost_s,
+                "s until serving": goes_on_s - lost_s,
                 "tokens again": failure["tokens_again"],
             }
         finally:
@@ -112,11 +118,13 @@ def _failures(run_dir: Path) -> list[Row]:
 
 
 def _rate(run_dir: Path, begin_s: float, end_s: float) -> float:
-    """Tokens per second of the steps that ended between two moments, from the first to the last."""
-    rows = [row for row in _rows(run_dir) if "tokens/generated" in row]
+    """Sampled tokens per second, between the first and the last step that ended in this time."""
+    rows = [row for row in _rows(run_dir) if "total/tokens_generated" in row]
     rows = [row for row in rows if begin_s <= row["wall_time_s"] <= end_s]
-    seconds = rows[-1]["wall_time_s"] - rows[0]["wall_time_s"]
-    return float(sum(row["tokens/generated"] for row in rows[1:]) / seconds)
+    tokens, seconds = (
+        rows[-1][name] - rows[0][name] for name in ("total/tokens_generated", "wall_time_s")
+    )
+    return float(tokens / seconds)
 
 
 def _until(holds: Callable[[], bool], run: subprocess.Popen[bytes]) -> None:
@@ -149,7 +157,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--replicas", type=at_least(2), default=3)
     parser.add_argument("--repeats", type=at_least(1), default=3)
-    parser.add_argument("--seconds", type=at_least(5), default=30, help="before and after a fault")
+    parser.add_argument("--seconds", type=at_least(5), default=60, help="before and after a fault")
     parser.add_argument("--wait-s", type=float, default=0.05, help="of each step of an engine")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/recovery.json"))
     return parser.parse_args()
