@@ -192,9 +192,9 @@ _NEW_OBJECTS = 10_000  # allocations between two collections; Python's default i
 def collect_less(*, full_after: int = 50) -> None:
     """Exclude all objects alive now (mainly imports) from garbage collection, and collect less
     often: in the controller, collections took 30 % of the CPU time of its Python code. One of all
-    objects, which held it up for 0.8 s with 16,000 rollouts, comes after ``full_after`` of young
-    objects; rollouts leave no reference cycles. Objects are young for two collections: with ten,
-    each of the second kind held it up for 0.05 to 0.15 s."""
+    objects, which held it up for 0.8 s with 16,000 rollouts, comes after ``full_after`` times two
+    of young objects; rollouts leave no reference cycles. Objects are young for two collections:
+    with ten, each that ended their youth held it up for 0.05 to 0.15 s."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS, 1, full_after)

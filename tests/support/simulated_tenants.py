@@ -28,8 +28,10 @@ from tests.support.simulated_replica import VOCAB, SimCall, SimReplica
 from tests.support.simulated_trainer import SimTrainer
 from torchtitan_rl.channel import End
 from torchtitan_rl.config.lora import LoraConfig, TenantSlots
+from torchtitan_rl.config.machine import memory_bytes
 from torchtitan_rl.config.model import PolicyArchitecture, read_architecture
 from torchtitan_rl.errors import GenerationError, InvalidRequestError, WeightSyncError
+from torchtitan_rl.generation.commands import ReadTokens
 from torchtitan_rl.generation.server import ToReplica
 from torchtitan_rl.routing.remote import ConnectedReplica
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -40,7 +42,6 @@ from torchtitan_rl.tenancy.client import ServedPeer, owner_of
 from torchtitan_rl.tenancy.messages import LEASE_HEADER, decode_ends
 from torchtitan_rl.types import (
     Completion,
-    EngineReading,
     FinishReason,
     GenerationRequest,
     Progress,
@@ -52,6 +53,7 @@ _POLICY = Path(__file__).parents[2] / "experiments" / "alphabet_sort" / "policy"
 _LORA = LoraConfig(rank=1, target_modules=("q_proj",))
 _CONTEXT = 512
 _TRAVEL_S = 0.02
+_SMALL = 4 * 2 * 40_000  # memory with which a tenant has room for two requests
 _EVALUATION = "validation/"
 
 _architecture: Callable[[], PolicyArchitecture] = cache(lambda: read_architecture(_POLICY))
@@ -118,15 +120,22 @@ class SimTenant(tenant.Tenant):
         self._open = Counter[Any]()
         self._interrupted = set[str]()
 
-    def deliver(self, calls: Sequence[tuple[ToReplica, int]]) -> None:
-        for call, _ in calls:
-            is_again = call.call_id in self._open
-            if isinstance(call.call_id, str):  # a group that begins again has the same requests
-                is_again = self._open[call.call_id] > 0 and call.call_id not in self._failed
-            if is_again:
-                self.there.complain(f"{self.name}: call {call.call_id} taken twice")
-            self._open[call.call_id] += 1
-        super().deliver(calls)
+    def deliver(self, calls: Sequence[tuple[ToReplica, int]]) -> bool:
+        names = [call.call_id for call, _ in calls]
+        again = [one for one in names if self._is_open(one)]
+        self._open.update(names)
+        if is_taken := super().deliver(calls):
+            for one in again:
+                self.there.complain(f"{self.name}: call {one} taken twice")
+        else:
+            self._open.subtract(names)
+            self.there.num_refused += 1
+        return is_taken
+
+    def _is_open(self, call_id: Any) -> bool:
+        if isinstance(call_id, str):  # a group that begins again has the same requests
+            return self._open[call_id] > 0 and call_id not in self._failed
+        return call_id in self._open
 
     def _end(self, call_id: Any, result: Any = None, error: Any = None) -> None:
         self._open[call_id] -= 1
@@ -160,9 +169,10 @@ class SimTenant(tenant.Tenant):
             self.there.complain(f"{self.name}: requests run under a version before {version}")
         return report
 
-    def _reading(self) -> EngineReading:
-        self._check_count()
-        return super()._reading()
+    async def _answer(self, call: Any) -> None:
+        if isinstance(call.payload, ReadTokens):
+            self._check_count()
+        await super()._answer(call)
 
     async def close(self) -> None:
         self._check_count()
@@ -203,6 +213,7 @@ class SimServer:
         self._told: dict[tuple[str, str], int] = {}  # of a request that runs
         self.trainers: dict[str, SimTrainer] = {}  # of each run, in its current process
         self.complaints: list[str] = []
+        self.num_refused = 0  # batches for which there was no room
         self.context: Context | None = None  # of the server's process, while it runs
         self.outside: Context | None = None  # of the network
 
@@ -320,6 +331,7 @@ class SimServer:
             (client, {"secrets": secrets, "_read": self.read, "PART_BYTES": 100}),
             (server, {"secrets": secrets, "Tenant": recording, "_read": _decode}),
             (server, {"slot_tensors": _in_slot, "policy_digest": lambda _: "policy"}),
+            (server, {"memory_bytes": self.chance.choice([lambda: _SMALL, memory_bytes])}),
             (tenant, {"secrets": secrets}),
         ]
         with ExitStack() as stack:

@@ -57,14 +57,14 @@ def start_trackers(
     """Start a thread for each tracker. ``config`` is what a tracker shows as the configuration."""
     folder = run_dir / FOLDER
     events = run_dir / "tensorboard"
-    refused = set()  # trackers whose id of an earlier run is left: they would continue that run
+    refused = set()  # trackers that would continue an earlier run, of which a file is left
     if resume_step is None:
         old_events = events.glob("events.out.tfevents.*") if "tensorboard" in names else ()
         for old in (*folder.glob("*.id"), *old_events):
             try:
                 old.unlink()
             except OSError as error:  # no tracker ends a run
-                refused.add(old.stem)
+                refused.add(old.stem if old.parent == folder else "tensorboard")
                 logger.warning("a tracker's file of an earlier run cannot be removed: %s", error)
     purge_steps = [] if resume_step is None else [resume_step + 1]
     makers: dict[TrackerName, Callable[[], Tracker]] = {

@@ -103,6 +103,7 @@ class RestartedTrainer:
         self._unwritten: tuple[int, str] | None = None  # the newest step not stored, and why
         self._num_restarts = 0  # since the newest step
         self._restarting: asyncio.Task[None] | None = None
+        self._failure: Failure | None = None  # the loss that is not reported yet
         self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watching = self._watched(self.trainer)
 
@@ -181,6 +182,8 @@ class RestartedTrainer:
     async def close(self) -> None:
         self._set_given_up("the run has ended")  # a call that still runs starts it no more
         await cancel_all(filter(None, [self._watching, self._restarting]))
+        if self._failure is not None:
+            self._report(self._failure.ended("the run ended first"))
         await asyncio.to_thread(self.steps.close)
 
     async def _call(self, ask: Callable[[TrainerProcesses], Awaitable[_T]]) -> _T:
@@ -207,6 +210,7 @@ class RestartedTrainer:
         except TrainerLostError as error:
             restart = partial(self._restart, trainer, error)
             if self.is_offloaded:
+                self._note(trainer, error)
                 self.weights.lose_source(on_wanted=restart)
             else:
                 restart()
@@ -217,11 +221,19 @@ class RestartedTrainer:
             return
         lost.lose(error)
         self.weights.lose_source()
-        failure = Failure.of(Part.TRAINER, lost.name, error, now_s=loop_s())
+        failure = self._note(lost, error)
         self._restarting = asyncio.create_task(
             self._replace(failure), name="restart of the trainer"
         )
         self._restarting.add_done_callback(self._on_end)
+
+    def _note(self, lost: TrainerProcesses, error: TorchtitanRLError) -> Failure:
+        self._failure = failure = Failure.of(Part.TRAINER, lost.name, error, now_s=loop_s())
+        return failure
+
+    def _report(self, failure: Failure) -> None:
+        self._failure = None
+        self.on_failure(failure)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         self._restarting = None
@@ -230,40 +242,36 @@ class RestartedTrainer:
 
     async def _replace(self, failure: Failure) -> None:
         lost, cause = self.trainer, failure.cause
-        try:
-            while True:
-                why = self._why_not()
-                if why:
-                    self._give_up(failure, f"{cause}; {why}")
-                    return
-                self._num_restarts += 1
-                start = self._choose_start()
-                num_steps = self._version - start.version
-                origin = "the initial policy" if start.checkpoint is None else start.checkpoint.name
-                self.say(
-                    f"{lost.name} is lost and is started again, from {origin}; {num_steps} steps "
-                    f"are taken again: {cause}"
-                )
-                with suppress(TorchtitanRLError):  # nothing answers
-                    await lost.close()
-                try:
-                    lost = await self.start()
-                    failure = failure.restarted(lost.name, now_s=loop_s())
-                    handles = await self._retake(lost, start)
-                    break
-                except (DivergedError, DeviceMemoryError) as error:
-                    self._give_up(failure, str(error))
-                    return
-                except (TorchtitanRLError, OSError, KeyError, msgspec.DecodeError) as error:
-                    cause = str(error) if isinstance(error, TorchtitanRLError) else one_line(error)
-                await asyncio.sleep(_DELAY_S)
-            await cancel_all([self._watching])
-        except asyncio.CancelledError:
-            self.on_failure(failure.ended("the run ended first"))
-            raise
+        while True:
+            why = self._why_not()
+            if why:
+                self._give_up(failure, f"{cause}; {why}")
+                return
+            self._num_restarts += 1
+            start = self._choose_start()
+            num_steps = self._version - start.version
+            origin = "the initial policy" if start.checkpoint is None else start.checkpoint.name
+            self.say(
+                f"{lost.name} is lost and is started again, from {origin}; {num_steps} steps "
+                f"are taken again: {cause}"
+            )
+            with suppress(TorchtitanRLError):  # nothing answers
+                await lost.close()
+            try:
+                lost = await self.start()
+                self._failure = failure = failure.restarted(lost.name, now_s=loop_s())
+                handles = await self._retake(lost, start)
+                break
+            except (DivergedError, DeviceMemoryError) as error:
+                self._give_up(failure, str(error))
+                return
+            except (TorchtitanRLError, OSError, KeyError, msgspec.DecodeError) as error:
+                cause = str(error) if isinstance(error, TorchtitanRLError) else one_line(error)
+            await asyncio.sleep(_DELAY_S)
+        await cancel_all([self._watching])
         self.trainer, self._watching = lost, self._watched(lost)
         self.weights.renew_source(handles)
-        self.on_failure(failure.serving(now_s=loop_s(), steps_again=num_steps))
+        self._report(failure.serving(now_s=loop_s(), steps_again=num_steps))
 
     async def _retake(self, trainer: TrainerProcesses, start: _Start) -> dict[int, WeightHandle]:
         """Bring a new trainer to the current version. Returns what it published."""
@@ -330,7 +338,7 @@ class RestartedTrainer:
             return None
 
     def _give_up(self, failure: Failure, why: str) -> None:
-        self.on_failure(failure.ended(why))
+        self._report(failure.ended(why))
         self._set_given_up(why)
 
     def _set_given_up(self, why: str) -> None:

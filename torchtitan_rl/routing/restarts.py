@@ -75,6 +75,7 @@ class ReplicaRestarts:
         self._leaving: set[str] = set()
         self._scaling = asyncio.Lock()
         self._scalings: set[asyncio.Task[str]] = set()
+        self._unreported: dict[str, Failure] = {}  # by name
         self._is_closed = False
 
     async def __aenter__(self) -> ReplicaRestarts:
@@ -84,6 +85,8 @@ class ReplicaRestarts:
     async def __aexit__(self, *error: Any) -> None:
         self._is_closed = True
         await cancel_all(self._tasks | self._scalings)
+        for failure in self._unreported.values():
+            self.on_failure(failure.ended("the run ended first"))
 
     async def scale(self, number: int, plan: Callable[[int], Sequence[str]]) -> str:
         """Change the number of replicas to ``number``, reserved ones included, after all restarts.
@@ -187,6 +190,7 @@ class ReplicaRestarts:
         if self._is_closed or lost.name in self._joining:
             return
         failure = Failure.of(Part.REPLICA, lost.name, error, now_s=loop_s())
+        self._unreported[lost.name] = failure
         if lost.name in self._leaving:
             why = "it was about to leave"
         elif self.max_restarts == 0:
@@ -198,7 +202,7 @@ class ReplicaRestarts:
         else:
             self._start_task(self._replace(lost, failure, self._expectation()))
             return
-        self._start_task(self._give_up(failure, why))
+        self._start_task(self._report(failure.ended(why)))
 
     def _expectation(self) -> ExitStack:
         """Make requests wait for a replica that is started, in the first seconds."""
@@ -223,19 +227,15 @@ class ReplicaRestarts:
 
     async def _replace(self, lost: Replica, failure: Failure, expectation: ExitStack) -> None:
         with expectation:
-            try:
-                if self.is_alone is None or await self.is_alone(lost.name):
-                    self.say(f"{lost.name} is lost and is started again: {failure.cause}")
-                failure = await self._until_serving(lost, failure)
-            except asyncio.CancelledError:
-                self.on_failure(failure.ended("the run ended first"))
-                raise
-        tokens = await self.router.lost_tokens(lost.name)
-        self.on_failure(replace(failure, tokens_again=tokens))
+            if self.is_alone is None or await self.is_alone(lost.name):
+                self.say(f"{lost.name} is lost and is started again: {failure.cause}")
+            failure = await self._until_serving(lost, failure)
+        await self._report(failure)
 
-    async def _give_up(self, failure: Failure, why: str) -> None:
+    async def _report(self, failure: Failure) -> None:
         tokens = await self.router.lost_tokens(failure.name)
-        self.on_failure(failure.ended(why, tokens_again=tokens))
+        del self._unreported[failure.name]
+        self.on_failure(replace(failure, tokens_again=tokens))
 
     async def _until_serving(self, lost: Replica, failure: Failure) -> Failure:
         """Start replicas in place of a lost one until one serves, or too many did not. Returns the

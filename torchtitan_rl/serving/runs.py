@@ -26,7 +26,7 @@ from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.report import without_prefix
 from torchtitan_rl.types import Completion, GenerationRequest, Progress, TokenScores
 
-_VALUE_BYTES = 40
+_VALUE_BYTES = 72  # of a token and its logprob
 
 
 @dataclass(slots=True, eq=False)

@@ -4,16 +4,21 @@
 batches of progress and ends are asked for, and answered once there are some. Batches are numbered,
 so a request that fails is sent again. If the server was not reached for `LOST_S`, the replica is
 lost, as if its processes had died; the run starts it again by registering again.
+
+Invariant: no command waits for a request, and each batch of calls is taken whole, once, or not at
+all.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +28,9 @@ from torchtitan_rl.aio import cancel_all, deadline, loop_s, retrieve
 from torchtitan_rl.channel import CallId, End, Outbox
 from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.errors import OutputError, ReplicaError, one_line
+from torchtitan_rl.generation.commands import AbortRequests
 from torchtitan_rl.generation.server import FromReplica, ToReplica
+from torchtitan_rl.routing.continuation import reported
 from torchtitan_rl.tenancy.messages import (
     LEASE_HEADER,
     PART_BYTES,
@@ -33,7 +40,10 @@ from torchtitan_rl.tenancy.messages import (
     encode_calls,
     is_answer,
 )
+from torchtitan_rl.types import GenerationRequest
 from torchtitan_rl.weights.distribution import SharedMemoryHandle, WeightHandle
+
+logger = logging.getLogger(__name__)
 
 API_KEY = "TORCHTITAN_RL_GENERATOR_KEY"
 OWNER_FILE = "tenant"  # in the folder of a run
@@ -81,7 +91,8 @@ class ServedPeer:
         )
         self._outbox: Outbox[ToReplica] = Outbox()
         self._sending: asyncio.Task[None] | None = None
-        self._num_received = 0
+        self._num_sent = self._num_received = 0
+        self._aborted: list[FromReplica] = []  # ends of requests that were not sent
         self._commands: dict[CallId, object] = {}  # the running ones
 
     async def start(self, *, patience_s: float = 0.0) -> None:
@@ -100,13 +111,45 @@ class ServedPeer:
         self._outbox.put(*messages)
 
     async def _send_all(self) -> None:
-        number = 0
+        """Send requests once the server has room for them. Commands do not wait behind them."""
+        waiting: dict[CallId, ToReplica] = {}
+        has_told = False
         while True:
-            calls = await self._outbox.take(_BEAT_S)  # none: the lease goes on
-            for content in encode_calls(calls):
-                number += 1
-                path = f"{self._path}/messages"
-                await self._ask("POST", path, params={"number": number}, content=content)
+            calls = await self._outbox.take(_PAUSE_S if waiting else _BEAT_S)
+            ordered = []
+            for call in calls:
+                if isinstance(call.payload, GenerationRequest):
+                    waiting[call.call_id] = call
+                    continue
+                ordered.append(call)
+                if isinstance(call.payload, AbortRequests):
+                    names = [one for one in call.payload.request_ids if waiting.pop(one, None)]
+                    self._aborted += [End(call_id=one, result=reported(one, ())) for one in names]
+            if ordered or not waiting:  # without calls the lease goes on
+                for _, content in encode_calls(ordered):
+                    await self._post(content)
+            while waiting:
+                number, content = next(encode_calls(waiting.values()))
+                if not await self._post(content):
+                    if not has_told:
+                        message = (
+                            "%s has no room for more requests of %s; %d wait for the end of some"
+                        )
+                        logger.warning(message, self._url, self.name, len(waiting))
+                    has_told = True
+                    break
+                for one in list(islice(waiting, number)):
+                    del waiting[one]
+
+    async def _post(self, content: bytes) -> bool:
+        """Send a batch of calls. Returns whether the server takes it."""
+        self._num_sent += 1
+        params = {"number": self._num_sent}
+        answer = await self._ask("POST", f"{self._path}/messages", params=params, content=content)
+        try:
+            return bool(answer.json()["is_taken"])
+        except (KeyError, ValueError, TypeError) as error:
+            raise self._misanswered(error) from error
 
     async def receive(self) -> tuple[FromReplica, ...]:
         sending = self._sending
@@ -114,6 +157,9 @@ class ServedPeer:
             raise ReplicaError(f"{self.name} is not registered")
         if sending.done():
             sending.result()
+        if self._aborted:
+            ends, self._aborted = tuple(self._aborted), []
+            return ends
         params = {"after": self._num_received}
         answer = await self._ask("GET", f"{self._path}/messages", params=params)
         try:
@@ -126,7 +172,10 @@ class ServedPeer:
                         raise ValueError(f"{one.result!r} for {command!r}")
             return messages
         except (KeyError, ValueError) as error:
-            raise ReplicaError(f"{self._url} sent an answer of another kind: {error!r}") from error
+            raise self._misanswered(error) from error
+
+    def _misanswered(self, error: Exception) -> ReplicaError:
+        return ReplicaError(f"{self._url} sent an answer of another kind: {error!r}")
 
     async def stage(self, handle: WeightHandle) -> None:
         """Upload a version, and have the server's engines load it.
@@ -174,8 +223,6 @@ class ServedPeer:
                 message = f"{self._url} refuses {self.name}: {_cause(answer)}"
                 if answer.status_code not in _RETRIED:
                     raise ReplicaError(message)
-                if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:  # it takes them later
-                    give_up_s = loop_s() + patience_s
             except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
                 cause = one_line(error) or type(error).__name__
                 message = f"no `torchtitan-rl serve --tenants` is reached at {self._url}: {cause}"

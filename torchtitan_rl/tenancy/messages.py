@@ -5,7 +5,7 @@ code, because the other side may be another user's program.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Annotated, Any
 
@@ -33,7 +33,7 @@ PREFIX = "/v1/tenants"
 LEASE_HEADER = "x-tenant-lease"
 PART_BYTES = 4 << 20  # of an uploaded adapter, in one request
 LEASE_S = 60.0  # after this time without a request of the run, its place is free
-BATCH_BYTES = 16 << 20  # of calls, in one request
+BATCH_BYTES = 1 << 20  # of calls, in one request
 BATCH_CALLS = 8192  # in one request
 WAIT_S = 5.0  # how long the server keeps a request for messages that are not there yet
 
@@ -79,9 +79,9 @@ _ANSWERS: dict[type, type] = {
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode_calls(calls: tuple[ToReplica, ...]) -> Iterator[bytes]:
+def encode_calls(calls: Iterable[ToReplica]) -> Iterator[tuple[int, bytes]]:
     """Encode calls in batches of at most `BATCH_CALLS` and `BATCH_BYTES`, or of one call that is
-    larger; without calls, in one batch."""
+    larger, each with the number of its calls; without calls, in one batch."""
     batch: list[msgspec.Raw] = []
     num_bytes = 0
     for call in calls:
@@ -91,11 +91,11 @@ def encode_calls(calls: tuple[ToReplica, ...]) -> Iterator[bytes]:
         encoded = _ENCODER.encode(_message(kind, call.call_id, call.payload, call.streams))
         is_full = num_bytes + len(encoded) > BATCH_BYTES or len(batch) == BATCH_CALLS
         if batch and is_full:
-            yield _ENCODER.encode(batch)
+            yield len(batch), _ENCODER.encode(batch)
             batch, num_bytes = [], 0
         batch.append(msgspec.Raw(encoded))
         num_bytes += len(encoded)
-    yield _ENCODER.encode(batch)
+    yield len(batch), _ENCODER.encode(batch)
 
 
 def decode_calls(data: bytes) -> list[tuple[ToReplica, int]]:

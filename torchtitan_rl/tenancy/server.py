@@ -13,7 +13,7 @@ Invariants
   twice.
 - A tenant is served only with the secret of its lease. The same run (by its folder) may register
   again at any time, and then takes the place of its earlier process. A tenant that is not heard of
-  for `LEASE_S` is removed, and its requests end.
+  for `LEASE_S`, or has open calls and does not ask for their ends, is removed; its requests end.
 - What a tenant uploads is bounded before it is kept, and checked before an engine sees it. Calls of
   all tenants hold at most a quarter of the memory, in equal parts.
 """
@@ -157,7 +157,8 @@ class Tenants:
         is_ours = leased is not None and _are_equal(leased.secret, arguments["lease"])
         if leased is None or leased.ending is not None or not is_ours:
             raise _no_lease()
-        leased.heard_s = loop_s()
+        if not leased.tenant.has_open_calls:  # else it asks for their ends
+            leased.heard_s = loop_s()
         return leased
 
     async def _send(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -170,15 +171,16 @@ class Tenants:
                 calls = decode_calls(arguments["messages"])
             except ValueError as error:
                 raise RefusedError(400, "invalid_messages", str(error)) from error
-            leased.tenant.deliver(calls)
+            leased.is_taken = leased.tenant.deliver(calls)
             leased.num_sent = number
-        return {}
+        return {"is_taken": leased.is_taken}
 
     async def _receive(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """The messages after batch ``after``; without any within `WAIT_S`, none."""
         leased = self._leased(arguments)
         async with leased.receiving:
-            is_new = leased.num_received <= arguments["after"]
+            if is_new := leased.num_received <= arguments["after"]:
+                leased.heard_s = loop_s()
             if is_new and (messages := await leased.tenant.take(WAIT_S)):
                 leased.num_received += 1
                 leased.batch = encode_ends(messages)
@@ -268,13 +270,15 @@ class _Upload:
 @dataclass(slots=True)
 class _Leased:
     """A tenant and its channel. ``num_sent`` and ``num_received`` are the numbers of the last
-    batches, as the run sees it; ``batch`` is the last one that the run may have received."""
+    batches, as the run sees it; ``is_taken`` tells of the last one that it sent, and ``batch`` is
+    the last one that it may have received."""
 
     tenant: Tenant
     owner: str
     secret: str
     heard_s: float = field(default_factory=lambda: loop_s())
     num_sent: int = 0
+    is_taken: bool = True
     num_received: int = 0
     batch: bytes = b""
     receiving: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -19,6 +19,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from torchtitan_rl.aio import cancel_all, loop_s
 from torchtitan_rl.channel import Call, CallId, End, Outbox
 from torchtitan_rl.config.lora import LoraConfig, slot_adapter
@@ -36,6 +38,7 @@ from torchtitan_rl.routing.continuation import PartialTokens, remaining_request,
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.app import check_options
 from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.tenancy.messages import BATCH_CALLS
 from torchtitan_rl.types import (
     Completion,
     EngineReading,
@@ -49,7 +52,7 @@ from torchtitan_rl.types import (
 
 _REPORT_S = 0.05  # shortest time between two batches of progress
 _CALL_BYTES = 8 << 10  # of a call without its payload
-_TOKEN_BYTES = 40
+_VALUE_BYTES = 72  # of a value that may be one byte of a message, or of a token and its logprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,6 @@ class _Running:
     """A request. ``piece_id`` is that of the running piece, on the router; ``version`` and ``slot``
     are those of its adapter."""
 
-    call: Call[Any]
     request: GenerationRequest
     tokens: PartialTokens
     num_reported: int = 0
@@ -116,22 +118,32 @@ class Tenant:
             "sampled_tokens": self._num_sampled(),
         }
 
-    def deliver(self, calls: Sequence[tuple[ToReplica, int]]) -> None:
-        """Pass calls to the tenant, in order, with the sizes of their payloads in bytes.
-        RefusedError: they are too many, or have the id of an open call; none is taken."""
+    @property
+    def has_open_calls(self) -> bool:
+        """Whether the run has not taken the ends of all calls."""
+        return bool(self._held)
+
+    def deliver(self, calls: Sequence[tuple[ToReplica, int]]) -> bool:
+        """Pass calls to the tenant, in order, with the sizes of their payloads in bytes. Returns
+        False, and takes none, if there are requests and no room for them. RefusedError: too many
+        commands are open, or a call has the id of an open one; none is taken."""
         sizes = {call.call_id: _memory(call, num_bytes) for call, num_bytes in calls}
         if len(sizes) < len(calls) or sizes.keys() & self._held.keys():
             raise RefusedError(400, "invalid_messages", "a call has the id of an open one")
-        if self._num_held >= self._most_bytes:  # by at most one batch it may be more
-            message = f"{len(self._held)} calls of this run are open; wait for the end of some"
+        if any(isinstance(call.payload, GenerationRequest) for call, _ in calls):
+            if self._num_held >= self._most_bytes:  # by at most one batch it may be more
+                return False
+        elif sum(isinstance(one, int) for one in self._held) >= BATCH_CALLS:
+            message = f"{len(self._held)} calls of this run are open; take the ends of some"
             raise RefusedError(429, "too_many_calls", message)
         self._held |= sizes
         self._num_held += sum(sizes.values())
         for call, _ in calls:
             if isinstance(call.payload, GenerationRequest):
-                self._submit(call, call.payload)
+                self._submit(call.payload)
             else:
                 self._start(self._answer(call))
+        return True
 
     async def take(self, timeout_s: float) -> tuple[FromReplica, ...]:
         """The messages for the run; none within ``timeout_s``: an empty batch."""
@@ -164,13 +176,13 @@ class Tenant:
 
     # Requests.
 
-    def _submit(self, call: Call[Any], request: GenerationRequest) -> None:
+    def _submit(self, request: GenerationRequest) -> None:
         if message := self._refusal(request):
             self._end(request.request_id, error=InvalidRequestError(message))
             return
         request = replace(request, resume_from=None)
         tokens = PartialTokens(request, self._report)
-        running = self._running[request.request_id] = _Running(call, request, tokens)
+        running = self._running[request.request_id] = _Running(request, tokens)
         running.task = self._start(self._serve(running))
 
     def _refusal(self, request: GenerationRequest) -> str:
@@ -358,5 +370,10 @@ class Tenant:
 
 
 def _memory(call: ToReplica, num_bytes: int) -> int:
-    tokens = call.payload.prompt_token_ids if isinstance(call.payload, GenerationRequest) else ()
-    return _CALL_BYTES + _TOKEN_BYTES * len(tokens) + num_bytes
+    """At most what a call takes in memory; of a request, with the tokens that it may get."""
+    if not isinstance(request := call.payload, GenerationRequest):
+        return _CALL_BYTES + _VALUE_BYTES * num_bytes
+    sampling = request.sampling
+    num_values = len(request.prompt_token_ids) + len(msgspec.msgpack.encode(sampling))
+    num_values += max(0, sampling.max_tokens) * (1 + 2 * max(0, sampling.num_logprobs))
+    return _CALL_BYTES + _VALUE_BYTES * num_values + num_bytes

@@ -12,6 +12,7 @@ import pytest
 
 from tests.fast.test_files import files_of_at_most
 from torchtitan_rl.config.checks import tracker_errors
+from torchtitan_rl.config.run import TrackerName
 from torchtitan_rl.observability import trackers as trackers_module
 from torchtitan_rl.observability.trackers import TrackerThread, start_trackers
 
@@ -164,12 +165,18 @@ def test_old_files_that_cannot_be_removed_do_not_end_a_run(tmp_path: Path, names
     assert old.exists() == (not names)
 
 
-def test_a_new_run_does_not_continue_an_earlier_one_of_a_tracker(tmp_path: Path, caplog) -> None:
-    """Whose id cannot be removed: a folder stands for such a file."""
-    (tmp_path / "trackers" / "trackio.id").mkdir(parents=True)
-    assert start_trackers(["trackio"], tmp_path, config={}, resume_step=None) == []
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [("trackio", "trackers/trackio.id"), ("tensorboard", "tensorboard/events.out.tfevents.1")],
+)
+def test_a_new_run_does_not_continue_an_earlier_one_of_a_tracker(
+    tmp_path: Path, caplog, name: TrackerName, left: str
+) -> None:
+    """Whose file cannot be removed: a folder stands for such a file."""
+    (tmp_path / left).mkdir(parents=True)
+    assert start_trackers([name], tmp_path, config={}, resume_step=None) == []
     (warning,) = warnings_in(caplog)
-    assert "trackio.id" in warning
+    assert left in warning
 
 
 def test_a_tracker_that_is_not_installed_is_an_error_of_the_configuration(monkeypatch) -> None:

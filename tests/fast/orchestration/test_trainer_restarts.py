@@ -194,7 +194,7 @@ def test_a_trainer_that_is_lost_while_its_run_ends_is_not_started_again(tmp_path
     run_virtually(work())
 
 
-@pytest.mark.parametrize("moment", ["close", "start", "delay"])
+@pytest.mark.parametrize("moment", ["at once", "offloaded", "close", "start", "delay"])
 def test_a_loss_is_reported_at_whatever_moment_of_the_restart_the_run_ends(
     tmp_path: Path, moment: str
 ) -> None:
@@ -211,8 +211,12 @@ def test_a_loss_is_reported_at_whatever_moment_of_the_restart_the_run_ends(
         if moment == "close":
             lost.close = never
         restarted.start = fail if moment == "delay" else never
-        lost.lose(TrainerLostError("killed"))
-        await asyncio.sleep(1.0)
+        restarted.is_offloaded = moment == "offloaded"
+        if moment == "at once":
+            restarted._restart(lost, TrainerLostError("killed"))
+        else:
+            lost.lose(TrainerLostError("killed"))
+            await asyncio.sleep(1.0)
         await restarted.close()
         (failure,) = simulation.failures
         assert failure.given_up == "the run ended first"

@@ -290,18 +290,22 @@ def test_a_loss_without_a_successor_is_reported_too(max_restarts, why):
     run_virtually(play())
 
 
-@pytest.mark.parametrize("asks_the_host", [False, True])
-def test_a_restart_that_the_end_of_the_run_interrupts_is_reported(asks_the_host):
+@pytest.mark.parametrize("moment", ["at once", "given up", "asks the host", "starts"])
+def test_a_loss_is_reported_at_whatever_moment_of_the_restart_the_run_ends(moment):
     async def never(name: str) -> bool:
         await asyncio.Event().wait()
         return False
 
     async def play():
         machine = Machine("replica0", "replica1")
-        async with machine.restarting(is_alone=never if asks_the_host else None):
+        options = {"is_alone": never} if moment == "asks the host" else {}
+        if moment == "given up":
+            options = {"max_restarts": 0}
+        async with machine.restarting(**options):
             machine.can_start.clear()
             machine.kill("replica0")
-            await settle()
+            if moment in ("asks the host", "starts"):
+                await settle()
         (failure,) = machine.failures
         assert failure.given_up == "the run ended first"
 

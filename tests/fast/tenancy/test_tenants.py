@@ -23,7 +23,7 @@ from safetensors.torch import save
 from tests.support.async_tests import on_event_loop
 from tests.support.loop_replica import loop_replica
 from tests.support.scripted_engine import ScriptedEngine, scripted_token
-from torchtitan_rl.channel import Call
+from torchtitan_rl.channel import Call, End
 from torchtitan_rl.config.lora import LoraConfig, TenantSlots, adapter_shapes, read_slot
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.config.resume import policy_digest
@@ -509,7 +509,7 @@ async def test_a_tenant_that_does_not_end_holds_up_no_other(
             await asyncio.sleep(0.05)
             async with asyncio.timeout(10.0):
                 await there.command("tenant.open", registration("b"))
-            (nothing,) = messages.encode_calls(())
+            ((_, nothing),) = messages.encode_calls(())
             sent = own | {"number": leased.num_sent + 1, "messages": nothing}
             for command in ("tenant.send", "tenant.close"):  # nothing more may run in its slots
                 assert (await refusal(there.command(command, sent))).code == "no_lease"
@@ -557,58 +557,116 @@ def test_many_calls_leave_in_batches_that_a_server_takes(monkeypatch: pytest.Mon
     rng = random.Random(0)
     asked = [request(f"{number}", rng) for number in range(40)]
     calls = tuple(Call(call_id=one.request_id, payload=one) for one in asked)
-    batches = list(messages.encode_calls(calls))
+    numbers, batches = zip(*messages.encode_calls(calls), strict=True)
     assert len(batches) > 3
+    assert sum(numbers) == 40
     assert max(map(len, batches)) < 1010
     decoded = [call for batch in batches for call, _ in messages.decode_calls(batch)]
     assert tuple(decoded) == calls
-    assert list(map(messages.decode_calls, messages.encode_calls(()))) == [[]]
+    ((number, nothing),) = messages.encode_calls(())
+    assert (number, messages.decode_calls(nothing)) == (0, [])
 
 
 def test_a_server_takes_no_more_calls_at_once_than_a_run_sends() -> None:
     calls = tuple(Call(call_id=n, payload=commands.Resume()) for n in range(20_000))
-    batches = list(messages.encode_calls(calls))
+    numbers, batches = zip(*messages.encode_calls(calls), strict=True)
     assert [len(messages.decode_calls(batch)) for batch in batches] == [8192, 8192, 3616]
+    assert numbers == (8192, 8192, 3616)
     both = msgspec.msgpack.encode(msgspec.msgpack.decode(batches[0]) * 2)
     with pytest.raises(ValueError, match="length <= 8192"):
         messages.decode_calls(both)
 
 
+def sent(number: int, *payloads: Any, first: int = 0) -> dict[str, Any]:
+    """Arguments of a command that sends a batch."""
+    calls = [
+        Call(call_id=getattr(one, "request_id", first + n), payload=one)
+        for n, one in enumerate(payloads)
+    ]
+    ((_, content),) = messages.encode_calls(calls)
+    return {"name": "a", "number": number, "messages": content}
+
+
+def asking(name: str, **sampling: Any) -> GenerationRequest:
+    params = SamplingParams(**{"max_tokens": 1, **sampling})
+    return GenerationRequest(request_id=name, prompt_token_ids=(1, 2), sampling=params)
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        {"max_tokens": 2000},
+        {"max_tokens": 200, "num_logprobs": 5},
+        {"engine_options": {"bad_words": [{}] * 2000}},
+    ],
+)
 @on_event_loop
-async def test_open_calls_of_a_run_are_bounded_until_it_takes_their_ends(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_requests_of_a_run_are_bounded_until_it_takes_their_ends(
+    monkeypatch: pytest.MonkeyPatch, large: dict[str, Any]
 ) -> None:
     """Otherwise a run that never asks for messages fills the server's memory."""
-    monkeypatch.setattr(server, "memory_bytes", lambda: 4 * 2 * 50 * 9000)
-
-    def batch(first: int) -> bytes:
-        calls = [Call(call_id=first + n, payload=commands.Resume()) for n in range(60)]
-        (content,) = messages.encode_calls(tuple(calls))
-        return content
-
+    monkeypatch.setattr(server, "memory_bytes", lambda: 4 * 2 * 140_000)
     async with serving(monkeypatch) as there:
-        lease = (await there.command("tenant.open", registration("a")))["lease"]
-        own = {"name": "a", "lease": lease}
-        await there.command("tenant.send", {**own, "number": 1, "messages": batch(0)})
+        own = {"lease": (await there.command("tenant.open", registration("a")))["lease"]}
+
+        async def send(number: int, *payloads: Any, first: int = 0) -> bool:
+            arguments = sent(number, *payloads, first=first) | own
+            return bool((await there.command("tenant.send", arguments))["is_taken"])
+
+        assert await send(1, asking("small"))
+        assert await send(2, asking("large", **large))
+        assert not await send(3, asking("next"))
         await asyncio.sleep(0.2)  # they have ended
-        following = {**own, "number": 2, "messages": batch(60)}
-        with pytest.raises(RefusedError, match="60 calls of this run are open") as caught:
-            await there.command("tenant.send", following)
-        assert caught.value.status == 429  # a run sends them again
-        taken = await there.command("tenant.receive", {**own, "after": 0})
-        assert len(messages.decode_ends(taken["messages"])) == 60
-        await there.command("tenant.send", following)
-        again = {**own, "number": 3, "messages": batch(60)}
+        assert await send(4, commands.Resume())
+        assert not await send(5, asking("next"))
+        received = {"name": "a", "after": 0} | own
+        while True:
+            taken = await there.command("tenant.receive", received)
+            received["after"] = taken["number"]
+            ends = messages.decode_ends(taken["messages"])
+            if "large" in (one.call_id for one in ends if isinstance(one, End)):
+                break
+        assert not await send(5, asking("next"))  # the same batch again
+        assert await send(6, asking("next"))
+        assert await send(6, asking("next"))
         with pytest.raises(RefusedError, match="has the id of an open one"):
-            await there.command("tenant.send", again)
+            await send(7, asking("next"))
+
+
+@on_event_loop
+async def test_open_commands_of_a_run_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [commands.Resume()] * 8192
+    async with serving(monkeypatch) as there:
+        own = {"lease": (await there.command("tenant.open", registration("a")))["lease"]}
+        await there.command("tenant.send", sent(1, *many) | own)
+        with pytest.raises(RefusedError, match="8192 calls of this run are open") as caught:
+            await there.command("tenant.send", sent(2, *many, first=8192) | own)
+        assert caught.value.status == 429  # a run sends them again
+
+
+@on_event_loop
+async def test_a_run_that_does_not_take_its_messages_loses_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "LEASE_S", 0.4)
+    async with serving(monkeypatch) as there:
+        own = {"lease": (await there.command("tenant.open", registration("a")))["lease"]}
+        for number in range(1, 20):  # without an open call it keeps its place
+            await there.command("tenant.send", sent(number) | own)
+            await asyncio.sleep(0.05)
+        await there.command("tenant.send", sent(20, asking("one")) | own)
+        await asyncio.sleep(0.2)
+        await there.command("tenant.send", sent(21) | own)
+        await asyncio.sleep(0.6)
+        with pytest.raises(RefusedError, match="this lease has ended"):
+            await there.command("tenant.send", sent(22) | own)
 
 
 @on_event_loop
 async def test_a_run_with_more_requests_than_a_server_holds_completes_them_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "memory_bytes", lambda: 4 * 2 * 30 * 9000)
-    monkeypatch.setattr("torchtitan_rl.tenancy.client.LOST_S", 0.02)
+    monkeypatch.setattr(server, "memory_bytes", lambda: 4 * 2 * 270_000)
     rng = random.Random(0)
     async with serving(monkeypatch) as there, run_of(there, "a") as router:
         asked = [request(f"{number}", rng) for number in range(100)]
@@ -619,6 +677,38 @@ async def test_a_run_with_more_requests_than_a_server_holds_completes_them_all(
 
         for one, done in zip(asked, await asyncio.gather(*map(later, range(100))), strict=True):
             check(one, done, "a")
+
+
+@on_event_loop
+async def test_commands_do_not_wait_behind_requests_for_which_there_is_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise a server with many requests of a run seems lost to it: it takes no abort, pulls no
+    weights and does not resume."""
+    monkeypatch.setattr(server, "memory_bytes", lambda: 4 * 2 * 60_000)
+    monkeypatch.setattr(messages, "BATCH_CALLS", 1)
+    async with serving(monkeypatch) as there, run_of(there, "a") as router:
+        asked = [asking(f"{number}", max_tokens=200) for number in range(12)]
+        calls = {one.request_id: asyncio.create_task(router.generate(one)) for one in asked}
+        await asyncio.sleep(0.02)
+        async with asyncio.timeout(10.0):
+            await router.pause("keep")
+            (leased,) = there.tenants._by_name.values()
+            on_server = [one for one in leased.tenant._held if isinstance(one, str)]
+            assert 0 < len(on_server) < 4
+            await router.abort([on_server[0], "11"])
+            assert not (await calls.pop("11")).token_ids
+            await calls.pop(on_server[0])
+            await router.sync_weights(handle("a", 1), mode="hot_swap")
+            assert {one.unaccounted for one in (await router.account()).values()} == {0}
+            await router.resume()
+            versions = set[int]()
+            for name, call in calls.items():
+                done = await call
+                check(asked[int(name)], done, "a")
+                assert len(done.token_ids) == 200
+                versions.update(done.versions)
+            assert versions == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -674,7 +764,7 @@ async def test_a_server_that_was_stopped_keeps_its_tenants(monkeypatch: pytest.M
         time.sleep(1.0)
         await asyncio.sleep(0.01)  # it looks for silent tenants, before it reads what they sent
         sent = {"name": "a", "lease": lease, "number": 1}
-        (nothing,) = messages.encode_calls(())
+        ((_, nothing),) = messages.encode_calls(())
         await there.command("tenant.send", {**sent, "messages": nothing})
 
 
