@@ -114,23 +114,14 @@ class Failure:
         """New processes have started, and get weights next."""
         return replace(self, successor=successor, restart_s=now_s - self.seen_s)
 
-    def serving(
-        self, *, now_s: float, tokens_again: int = 0, steps_again: int = 0, detail: str = ""
-    ) -> Failure:
+    def serving(self, *, now_s: float, steps_again: int = 0, detail: str = "") -> Failure:
         """The part serves again, which ends the report."""
-        return replace(
-            self,
-            serve_s=now_s - self.seen_s,
-            tokens_again=tokens_again,
-            steps_again=steps_again,
-            detail=detail,
-        )
+        serve_s = now_s - self.seen_s
+        return replace(self, serve_s=serve_s, steps_again=steps_again, detail=detail)
 
-    def ended(self, why: str, *, tokens_again: int = 0, steps_again: int = 0) -> Failure:
+    def ended(self, why: str) -> Failure:
         """The part is given up, which ends the report."""
-        return replace(
-            self, given_up=why, tokens_again=tokens_again, steps_again=steps_again, successor=""
-        )
+        return replace(self, given_up=why, successor="")
 
     def describe(self) -> str:
         """Describe an ended report in one line."""

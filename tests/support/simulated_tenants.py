@@ -129,7 +129,6 @@ class SimTenant(tenant.Tenant):
                 self.there.complain(f"{self.name}: call {one} taken twice")
         else:
             self._open.subtract(names)
-            self.there.num_refused += 1
         return is_taken
 
     def _is_open(self, call_id: Any) -> bool:
@@ -213,7 +212,6 @@ class SimServer:
         self._told: dict[tuple[str, str], int] = {}  # of a request that runs
         self.trainers: dict[str, SimTrainer] = {}  # of each run, in its current process
         self.complaints: list[str] = []
-        self.num_refused = 0  # batches for which there was no room
         self.context: Context | None = None  # of the server's process, while it runs
         self.outside: Context | None = None  # of the network
 

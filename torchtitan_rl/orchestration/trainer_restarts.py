@@ -209,11 +209,11 @@ class RestartedTrainer:
             await trainer.wait_until_lost()
         except TrainerLostError as error:
             restart = partial(self._restart, trainer, error)
-            if self.is_offloaded:
+            if not self.is_offloaded:
+                restart()
+            elif self._restarting is None and not self._given_up.done():
                 self._note(trainer, error)
                 self.weights.lose_source(on_wanted=restart)
-            else:
-                restart()
 
     def _restart(self, lost: TrainerProcesses, error: TorchtitanRLError) -> None:
         """Begin to replace ``lost``, unless that has begun."""
@@ -238,7 +238,10 @@ class RestartedTrainer:
     def _on_end(self, task: asyncio.Task[None]) -> None:
         self._restarting = None
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._set_given_up(f"the restart of the trainer failed: {error!r}")
+            why = f"the restart of the trainer failed: {error!r}"
+            if self._failure is not None:
+                self._report(self._failure.ended(why))
+            self._set_given_up(why)
 
     async def _replace(self, failure: Failure) -> None:
         lost, cause = self.trainer, failure.cause

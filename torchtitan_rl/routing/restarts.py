@@ -86,7 +86,8 @@ class ReplicaRestarts:
         self._is_closed = True
         await cancel_all(self._tasks | self._scalings)
         for failure in self._unreported.values():
-            self.on_failure(failure.ended("the run ended first"))
+            has_ended = failure.given_up or failure.serve_s is not None
+            self.on_failure(failure if has_ended else failure.ended("the run ended first"))
 
     async def scale(self, number: int, plan: Callable[[int], Sequence[str]]) -> str:
         """Change the number of replicas to ``number``, reserved ones included, after all restarts.
@@ -202,7 +203,8 @@ class ReplicaRestarts:
         else:
             self._start_task(self._replace(lost, failure, self._expectation()))
             return
-        self._start_task(self._report(failure.ended(why)))
+        self._unreported[lost.name] = failure = failure.ended(why)
+        self._start_task(self._report(failure))
 
     def _expectation(self) -> ExitStack:
         """Make requests wait for a replica that is started, in the first seconds."""
@@ -233,6 +235,7 @@ class ReplicaRestarts:
         await self._report(failure)
 
     async def _report(self, failure: Failure) -> None:
+        self._unreported[failure.name] = failure
         tokens = await self.router.lost_tokens(failure.name)
         del self._unreported[failure.name]
         self.on_failure(replace(failure, tokens_again=tokens))

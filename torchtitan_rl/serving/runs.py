@@ -61,7 +61,7 @@ class ClientCall:
 
 class Runs:
     """All runs of an endpoint. The results of ended runs have at most ``max_values`` tokens and
-    other values together (about 40 bytes each); those of the oldest are dropped."""
+    other values together (about 72 bytes each); those of the oldest are dropped."""
 
     def __init__(self, *, keep_s: float = 900.0, max_values: int = 1 << 21) -> None:
         self._keep_s = keep_s

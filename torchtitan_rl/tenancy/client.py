@@ -113,11 +113,11 @@ class ServedPeer:
     async def _send_all(self) -> None:
         """Send requests once the server has room for them. Commands do not wait behind them."""
         waiting: dict[CallId, ToReplica] = {}
-        has_told = False
+        is_full = has_told = False
         while True:
-            calls = await self._outbox.take(_PAUSE_S if waiting else _BEAT_S)
+            wait_s = _BEAT_S if not waiting else _PAUSE_S if is_full else 0.0
             ordered = []
-            for call in calls:
+            for call in await self._outbox.take(wait_s):
                 if isinstance(call.payload, GenerationRequest):
                     waiting[call.call_id] = call
                     continue
@@ -128,18 +128,18 @@ class ServedPeer:
             if ordered or not waiting:  # without calls the lease goes on
                 for _, content in encode_calls(ordered):
                     await self._post(content)
-            while waiting:
-                number, content = next(encode_calls(waiting.values()))
-                if not await self._post(content):
-                    if not has_told:
-                        message = (
-                            "%s has no room for more requests of %s; %d wait for the end of some"
-                        )
-                        logger.warning(message, self._url, self.name, len(waiting))
-                    has_told = True
-                    break
+            if not waiting:
+                continue
+            tried = islice(waiting.values(), 1 if is_full else None)
+            number, content = next(encode_calls(tried))
+            is_full = not await self._post(content)
+            if not is_full:
                 for one in list(islice(waiting, number)):
                     del waiting[one]
+            elif not has_told:
+                has_told = True
+                message = "%s has no room for more requests of %s; %d wait for the end of some"
+                logger.warning(message, self._url, self.name, len(waiting))
 
     async def _post(self, content: bytes) -> bool:
         """Send a batch of calls. Returns whether the server takes it."""

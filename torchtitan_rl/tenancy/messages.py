@@ -32,7 +32,7 @@ from torchtitan_rl.types import (
 PREFIX = "/v1/tenants"
 LEASE_HEADER = "x-tenant-lease"
 PART_BYTES = 4 << 20  # of an uploaded adapter, in one request
-LEASE_S = 60.0  # after this time without a request of the run, its place is free
+LEASE_S = 60.0  # after this time without a sign of the run, its place is free
 BATCH_BYTES = 1 << 20  # of calls, in one request
 BATCH_CALLS = 8192  # in one request
 WAIT_S = 5.0  # how long the server keeps a request for messages that are not there yet

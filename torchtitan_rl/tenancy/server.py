@@ -15,7 +15,7 @@ Invariants
   again at any time, and then takes the place of its earlier process. A tenant that is not heard of
   for `LEASE_S`, or has open calls and does not ask for their ends, is removed; its requests end.
 - What a tenant uploads is bounded before it is kept, and checked before an engine sees it. Calls of
-  all tenants hold at most a quarter of the memory, in equal parts.
+  all tenants hold about a quarter of the memory at most, in equal parts.
 """
 
 from __future__ import annotations

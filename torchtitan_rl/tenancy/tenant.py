@@ -8,7 +8,7 @@ Invariants
 - Tokens of a piece were sampled under the version that the piece began with, which is noted here:
   the router's versions count the uploads of all tenants.
 - Each call has exactly one end, after all progress of it.
-- The memory of calls is bounded until the run takes their ends.
+- What calls and their tokens take in memory is bounded, about, until the run takes their ends.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from torchtitan_rl.types import (
 
 _REPORT_S = 0.05  # shortest time between two batches of progress
 _CALL_BYTES = 8 << 10  # of a call without its payload
+_REPORT_BYTES = 500  # of a report of progress, which may have one token
 _VALUE_BYTES = 72  # of a value that may be one byte of a message, or of a token and its logprob
 
 
@@ -133,7 +134,7 @@ class Tenant:
         if any(isinstance(call.payload, GenerationRequest) for call, _ in calls):
             if self._num_held >= self._most_bytes:  # by at most one batch it may be more
                 return False
-        elif sum(isinstance(one, int) for one in self._held) >= BATCH_CALLS:
+        elif calls and sum(isinstance(one, int) for one in self._held) >= BATCH_CALLS:
             message = f"{len(self._held)} calls of this run are open; take the ends of some"
             raise RefusedError(429, "too_many_calls", message)
         self._held |= sizes
@@ -198,6 +199,10 @@ class Tenant:
 
     def _report(self, progress: Progress) -> None:
         if (running := self._running.get(progress.request_id)) is not None:
+            kept = (len(run.kept) for run in progress.kept_tokens if isinstance(run.kept, bytes))
+            num_bytes = _REPORT_BYTES + sum(kept)
+            self._held[progress.request_id] += num_bytes
+            self._num_held += num_bytes
             running.num_reported = progress.start + len(progress.token_ids)
             self._outbox.put(progress)
 
@@ -370,7 +375,7 @@ class Tenant:
 
 
 def _memory(call: ToReplica, num_bytes: int) -> int:
-    """At most what a call takes in memory; of a request, with the tokens that it may get."""
+    """About what a call takes in memory; of a request, with the tokens that it may get."""
     if not isinstance(request := call.payload, GenerationRequest):
         return _CALL_BYTES + _VALUE_BYTES * num_bytes
     sampling = request.sampling

@@ -238,9 +238,10 @@ def test_a_failure_is_shown_and_is_in_its_file_the_metrics_and_the_summary(
     error = ReplicaError("replica1 was killed")
     error.silent_s = 0.25
     lost = Failure.of(Part.REPLICA, "replica1", error, now_s=100.0)
-    served = lost.restarted("replica1-2", now_s=110.0).serving(now_s=112.5, tokens_again=40)
+    served = lost.restarted("replica1-2", now_s=110.0).serving(now_s=112.5)
+    served = replace(served, tokens_again=40)
     given_up = Failure.of(Part.TRAINER, "trainer", DeadlineError("late"), now_s=1.0)
-    given_up = given_up.ended("after 2 restarts", steps_again=3)
+    given_up = replace(given_up.ended("after 2 restarts"), steps_again=3)
     config = make_config(tmp_path, staleness=0)
 
     def fail(recorder: RunRecorder) -> None:

@@ -587,15 +587,17 @@ def sent(number: int, *payloads: Any, first: int = 0) -> dict[str, Any]:
     return {"name": "a", "number": number, "messages": content}
 
 
-def asking(name: str, **sampling: Any) -> GenerationRequest:
+def asking(name: str, *, num_prompt: int = 2, **sampling: Any) -> GenerationRequest:
     params = SamplingParams(**{"max_tokens": 1, **sampling})
-    return GenerationRequest(request_id=name, prompt_token_ids=(1, 2), sampling=params)
+    prompt = tuple(range(num_prompt))
+    return GenerationRequest(request_id=name, prompt_token_ids=prompt, sampling=params)
 
 
 @pytest.mark.parametrize(
     "large",
     [
         {"max_tokens": 2000},
+        {"num_prompt": 2000},
         {"max_tokens": 200, "num_logprobs": 5},
         {"engine_options": {"bad_words": [{}] * 2000}},
     ],
@@ -613,7 +615,7 @@ async def test_requests_of_a_run_are_bounded_until_it_takes_their_ends(
             arguments = sent(number, *payloads, first=first) | own
             return bool((await there.command("tenant.send", arguments))["is_taken"])
 
-        assert await send(1, asking("small"))
+        assert await send(1, asking("refused", max_tokens=-(10**9)))
         assert await send(2, asking("large", **large))
         assert not await send(3, asking("next"))
         await asyncio.sleep(0.2)  # they have ended
@@ -654,12 +656,16 @@ async def test_a_run_that_does_not_take_its_messages_loses_its_place(
         for number in range(1, 20):  # without an open call it keeps its place
             await there.command("tenant.send", sent(number) | own)
             await asyncio.sleep(0.05)
-        await there.command("tenant.send", sent(20, asking("one")) | own)
-        await asyncio.sleep(0.2)
-        await there.command("tenant.send", sent(21) | own)
-        await asyncio.sleep(0.6)
+        await there.command("tenant.send", sent(20, asking("one", max_tokens=200)) | own)
+
+        async def go_on() -> None:
+            for number in range(21, 60):
+                await there.command("tenant.send", sent(number) | own)
+                await there.command("tenant.receive", {"name": "a", "after": 0} | own)  # the first
+                await asyncio.sleep(0.05)
+
         with pytest.raises(RefusedError, match="this lease has ended"):
-            await there.command("tenant.send", sent(22) | own)
+            await go_on()
 
 
 @on_event_loop
@@ -687,6 +693,10 @@ async def test_commands_do_not_wait_behind_requests_for_which_there_is_no_room(
     weights and does not resume."""
     monkeypatch.setattr(server, "memory_bytes", lambda: 4 * 2 * 60_000)
     monkeypatch.setattr(messages, "BATCH_CALLS", 1)
+    submit, submitted = Tenant._submit, []
+    monkeypatch.setattr(
+        Tenant, "_submit", lambda self, one: submitted.append(one.request_id) or submit(self, one)
+    )
     async with serving(monkeypatch) as there, run_of(there, "a") as router:
         asked = [asking(f"{number}", max_tokens=200) for number in range(12)]
         calls = {one.request_id: asyncio.create_task(router.generate(one)) for one in asked}
@@ -709,6 +719,7 @@ async def test_commands_do_not_wait_behind_requests_for_which_there_is_no_room(
                 assert len(done.token_ids) == 200
                 versions.update(done.versions)
             assert versions == {0, 1}
+            assert "11" not in submitted
 
 
 @pytest.mark.parametrize(
