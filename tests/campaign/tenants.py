@@ -129,8 +129,8 @@ class TenantSimulation(Simulation):
         plan.earlier.append(self.trainer)
 
     def _replica(self, name: str) -> Any:
-        plan, fate = self.plan, self.fate
-        return ServedReplica(name, plan.there, run=plan.run, root=self.root, fate=fate)
+        own: dict[str, Any] = {"run": self.plan.run, "root": self.root, "fate": self.fate}
+        return ServedReplica(name, self.plan.there, weights=self.weights, **own)
 
     def alongside(self) -> tuple[Any, ...]:
         return (self._registered(), *super().alongside())

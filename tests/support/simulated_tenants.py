@@ -47,7 +47,7 @@ from torchtitan_rl.types import (
     Progress,
     PullReport,
 )
-from torchtitan_rl.weights.distribution import SharedMemoryHandle
+from torchtitan_rl.weights.distribution import SharedMemoryHandle, WeightDistribution
 
 _POLICY = Path(__file__).parents[2] / "experiments" / "alphabet_sort" / "policy"
 _LORA = LoraConfig(rank=1, target_modules=("q_proj",))
@@ -433,7 +433,16 @@ class ServedReplica(ConnectedReplica[ServedPeer]):
 
     is_sound = True
 
-    def __init__(self, name: str, there: SimServer, *, run: str, root: Path, fate: Fate) -> None:
+    def __init__(
+        self,
+        name: str,
+        there: SimServer,
+        *,
+        run: str,
+        root: Path,
+        fate: Fate,
+        weights: WeightDistribution,
+    ) -> None:
         root.mkdir(parents=True, exist_ok=True)
         peer = ServedPeer(
             name,
@@ -443,6 +452,7 @@ class ServedReplica(ConnectedReplica[ServedPeer]):
             policy="policy",
             lora=_LORA,
             max_model_len=_CONTEXT,
+            weights=weights,
         )
         self._there = there
         self._wire: Any = peer._http

@@ -240,6 +240,7 @@ class Simulation:
             max_restarts=self.plan.restarts,
             say=lambda line: None,
             reserved=self.reserved,
+            shares_devices=self.plan.during_step == "asleep",
         )
         return self.restarts
 

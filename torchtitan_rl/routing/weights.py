@@ -162,7 +162,7 @@ class WeightSync:
 
     def _is_settled(self, version: int) -> bool:
         """Whether all replicas that are not pinned hold ``version``. If all are pinned, whether one
-        holds it."""
+        holds it. If all are lost during a pause, those that replace them join after it."""
         if self._is_closed or self._crash is not None:
             return True
 
@@ -176,7 +176,9 @@ class WeightSync:
         live = self._pool.live_unreserved()
         if any(map(is_behind, live)):
             return False
-        return not self._pool.has_unreserved() or any(state.version >= version for state in live)
+        if not live:
+            return self._pool.is_paused or not self._pool.has_unreserved()
+        return any(state.version >= version for state in live)
 
     def _pulling(self) -> Iterator[ReplicaState]:
         """The live replicas whose puller runs, those that began first at first."""

@@ -41,7 +41,11 @@ from torchtitan_rl.tenancy.messages import (
     is_answer,
 )
 from torchtitan_rl.types import GenerationRequest
-from torchtitan_rl.weights.distribution import SharedMemoryHandle, WeightHandle
+from torchtitan_rl.weights.distribution import (
+    SharedMemoryHandle,
+    WeightDistribution,
+    WeightHandle,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +66,7 @@ class ServedPeer:
         url: the server's base URL, such as ``http://host:8000/v1``.
         tenant: the run's name on the server; ``owner`` tells this run from others of that name.
         policy: digest of the policy on which the adapter is trained (`policy_digest`).
+        weights: what the trainer has published.
     """
 
     def __init__(
@@ -74,8 +79,10 @@ class ServedPeer:
         policy: str,
         lora: LoraConfig,
         max_model_len: int,
+        weights: WeightDistribution,
     ) -> None:
         self.name = name
+        self._weights = weights
         self._url = url
         own = {"owner": owner, "policy": policy, "max_model_len": max_model_len}
         self._registration = {**own, **asdict(lora)}
@@ -181,10 +188,13 @@ class ServedPeer:
         """Upload a version, and have the server's engines load it.
 
         Raises:
-            WeightSyncError: the version is gone, or the server refuses it.
-            ReplicaError: the server is lost.
+            SourceLostError: the trainer is lost.
+            WeightSyncError: the version is gone.
+            ReplicaError: the server is lost, or refuses the version.
         """
-        assert isinstance(handle, SharedMemoryHandle)  # the trainer is on this machine
+        await self._weights.read(handle, 0, self._upload)  # from the trainer, on this machine
+
+    async def _upload(self, handle: SharedMemoryHandle) -> None:
         content = await asyncio.to_thread(_read, handle)
         path = f"{self._path}/versions/{handle.version}"
         for offset in range(0, len(content), PART_BYTES):

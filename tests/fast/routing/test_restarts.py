@@ -416,6 +416,28 @@ def test_a_probe_that_new_weights_or_a_pause_disturb_is_repeated():
     run_virtually(play())
 
 
+@pytest.mark.parametrize("shares_devices", [True, False])
+def test_all_replicas_that_are_lost_during_a_pause_return_after_it(shares_devices):
+    """The sync before its end does not wait for them, because they wait for that end."""
+
+    async def play():
+        machine = Machine("replica0")
+        router = machine.router
+        async with machine.restarting(shares_devices=shares_devices):
+            await (router.sleep() if shares_devices else router.pause("abort"))
+            machine.kill("replica0")
+            await settle()
+            if shares_devices:
+                await router.wake_up()
+            async with asyncio.timeout(1.0):
+                await router.sync_weights(handle(1), mode="hot_swap")
+            await router.resume()
+            await asyncio.sleep(60.0)
+            assert router.versions() == {"replica0-2": 1}
+
+    run_virtually(play())
+
+
 def test_on_shared_devices_no_engine_starts_while_the_trainer_has_them():
     async def play():
         machine = Machine("replica0", "replica1")

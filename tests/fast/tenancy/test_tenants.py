@@ -55,7 +55,7 @@ from torchtitan_rl.types import (
     PullReport,
     SamplingParams,
 )
-from torchtitan_rl.weights.distribution import SharedMemoryHandle
+from torchtitan_rl.weights.distribution import SharedMemoryHandle, WeightDistribution
 
 POLICY = Path(__file__).parents[3] / "experiments" / "alphabet_sort" / "policy"
 LORA = LoraConfig(rank=1, target_modules=("q_proj",))
@@ -161,7 +161,9 @@ class Peer(ServedPeer):
     """Reaches a `Server` in this process."""
 
     def __init__(self, there: Server, tenant: str, **options: Any) -> None:
-        options = {"owner": tenant, "policy": policy_digest(POLICY), "lora": LORA} | options
+        self.weights = WeightDistribution({}, fan_out=0)
+        own = {"owner": tenant, "policy": policy_digest(POLICY), "lora": LORA}
+        options = {**own, "weights": self.weights, **options}
         super().__init__(
             tenant, "http://there/v1", tenant=tenant, **{"max_model_len": 256} | options
         )
@@ -336,6 +338,29 @@ async def test_a_version_is_loaded_once_no_request_runs_in_its_slot(
         slots = [tenant.staged[3].slot, tenant.staged[2].slot]
         assert used == [set(), {slots[0]}, set()]
         assert len({*slots}) == 2
+
+
+@on_event_loop
+async def test_a_version_is_read_from_the_trainer_that_published_it_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first trainer, and what that published, are gone."""
+
+    def read(handle: SharedMemoryHandle) -> bytes:
+        if handle.path == "gone":
+            raise WeightSyncError("version 1: cannot map")
+        return published(handle)
+
+    async with serving(monkeypatch) as there, run_of(there, "a") as router:
+        monkeypatch.setattr("torchtitan_rl.tenancy.client._read", read)
+        weights = router._pool.all[0].replica.peer.weights
+        weights.lose_source()
+        sync = asyncio.create_task(router.sync_weights(handle("gone", 1), mode="hot_swap"))
+        await asyncio.sleep(0.1)
+        assert not sync.done()
+        weights.renew_source({1: handle("a", 1)})
+        await sync
+        assert router.versions() == {"a": 1}
 
 
 async def refusal(work: Any) -> RefusedError:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -70,7 +70,13 @@ class RunProcesses:
         spec = _trainer_spec(self.prepared, self.trace_dir)
         trainer = await MonarchTrainer.spawn(group, spec, self.hosts)
         self.trainers.append(trainer)  # closed at the end in any case
-        await trainer.start(self.transport)
+        try:
+            await trainer.start(self.transport)
+        except TorchtitanRLError as error:
+            trainer.lose(error)
+            with suppress(TorchtitanRLError):  # nothing answers
+                await trainer.close()
+            raise
         # A fetcher that is connected to the lost processes gets nothing from the new ones.
         fetchers = list(self.weight_hosts.values())
         for host in self.weight_hosts:
@@ -83,7 +89,7 @@ class RunProcesses:
         ``name``. The processes of a lost replica must have ended. Raises ReplicaError,
         DeadlineError: the replica did not start."""
         if self.prepared.config.generator.endpoint and first == replica_name(0):
-            served = await _served_replica(self.prepared, name, patience_s=EXPECTED_S)
+            served = await _served_replica(self.prepared, name, self.weights, patience_s=EXPECTED_S)
             self.replicas.append(served)
             return served
         source = {group.name: source for group, source in _teacher_groups(self.prepared)}.get(first)
@@ -145,7 +151,7 @@ async def run_processes(
     endpoint: MonarchEndpoint | None = None
     try:
         if prepared.config.generator.endpoint:  # first, because the server may refuse the run
-            replicas.append(await _served_replica(prepared, replica_name(0)))
+            replicas.append(await _served_replica(prepared, replica_name(0), weights))
         if plan.trainer is not None:
             spec = _trainer_spec(prepared, trace_dir)
             trainers.append(await MonarchTrainer.spawn(plan.trainer, spec, hosts))
@@ -333,7 +339,7 @@ def _generator(prepared: PreparedRun | PreparedServe) -> GeneratorConfig:
 
 
 async def _served_replica(
-    prepared: PreparedRun, name: str, *, patience_s: float = 0.0
+    prepared: PreparedRun, name: str, weights: WeightDistribution, *, patience_s: float = 0.0
 ) -> ServedReplica:
     config = prepared.config
     assert config.adapters is not None
@@ -345,6 +351,7 @@ async def _served_replica(
         policy=await asyncio.to_thread(policy_digest, prepared.policy_dir),
         lora=config.adapters,
         max_model_len=config.generator.max_model_len,
+        weights=weights,
     )
     try:
         await peer.start(patience_s=patience_s)
