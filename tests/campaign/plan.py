@@ -134,7 +134,7 @@ def draw_restarts(seed: int) -> CampaignPlan:
     return replace(
         plan,
         num_steps=plan.num_steps + 2,
-        restarts=0 if plan.during_step == "asleep" else 2,
+        restarts=2,
         restart_s=rng.choice([0.5, 3.0, 20.0]),
         trainer_restarts=rng.choice([0, 1, 2, 3]),
     )
@@ -144,7 +144,7 @@ def draw_elastic(seed: int) -> CampaignPlan:
     """As `draw_restarts`, of runs whose number of replicas may change."""
     plan = draw_restarts(seed)
     if plan.during_step == "asleep":
-        plan = replace(plan, during_step="running", restarts=2)
+        plan = replace(plan, during_step="running")
     return replace(plan, restart_s=min(plan.restart_s, 3.0))
 
 

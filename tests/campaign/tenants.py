@@ -98,6 +98,7 @@ def _draw_run(rng: random.Random, name: str) -> RunPlan:
         "replicas": 1,
         "reserves": False,
         "restarts": 2,
+        "trainer_restarts": rng.choice([0, 2]),
         "restart_s": rng.choice([0.5, 3.0]),
         "teacher_s": None,
         "checks_idleness": False,
@@ -122,11 +123,21 @@ class TenantSimulation(Simulation):
         self.plan = plan
         self.root = root
         self.strange: list[str] = []
+        self._num_earlier = len(plan.earlier)
         super().__init__(plan, root, **options)
-        self.trainer.path = plan.run
-        self.trainer.replays_routing = False
-        plan.there.trainers[plan.run] = self.trainer
-        plan.earlier.append(self.trainer)
+        self._publish_as_this_run(self.trainer)
+
+    def _publish_as_this_run(self, trainer: SimTrainer) -> None:
+        trainers = self.plan.there.trainers
+        trainer.path = f"{self.plan.run}#{len(trainers)}"
+        trainer.replays_routing = False
+        trainers[trainer.path] = trainer
+        self.plan.earlier.append(trainer)
+
+    async def _start_trainer(self) -> SimTrainer:
+        trainer = await super()._start_trainer()
+        self._publish_as_this_run(trainer)
+        return trainer
 
     def _replica(self, name: str) -> Any:
         own: dict[str, Any] = {"run": self.plan.run, "root": self.root, "fate": self.fate}
@@ -164,7 +175,7 @@ class TenantSimulation(Simulation):
         for index, (token, logprob, version) in enumerate(told):
             could_be = [
                 token_of(request.request_id, before, mark_of(plan.run, version, weights))
-                for trainer in (plan.earlier if index < num_resumed else [self.trainer])
+                for trainer in plan.earlier[0 if index < num_resumed else self._num_earlier :]
                 if (weights := trainer.published.get(version, 0 if version == 0 else None))
                 is not None
             ]

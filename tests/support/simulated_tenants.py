@@ -210,7 +210,7 @@ class SimServer:
         self.given: dict[str, Counter[str]] = defaultdict(Counter)
         self.given_up: set[str] = set()
         self._told: dict[tuple[str, str], int] = {}  # of a request that runs
-        self.trainers: dict[str, SimTrainer] = {}  # of each run, in its current process
+        self.trainers: dict[str, SimTrainer] = {}  # of all runs, by the path of what they publish
         self.complaints: list[str] = []
         self.context: Context | None = None  # of the server's process, while it runs
         self.outside: Context | None = None  # of the network
@@ -311,10 +311,10 @@ class SimServer:
                     given[name] += 0 if result is None else len(result.token_ids) - num_told
 
     def read(self, handle: SharedMemoryHandle) -> bytes:
-        run, version, trainer = handle.path, handle.version, self.trainers[handle.path]
-        if version not in trainer.readable:
+        version, trainer = handle.version, self.trainers[handle.path]
+        if trainer.is_lost or version not in trainer.readable:
             raise WeightSyncError(f"version {version} is gone")
-        mark = mark_of(run, version, trainer.published[version])
+        mark = mark_of(handle.path.partition("#")[0], version, trainer.published[version])
         return json.dumps({"mark": mark, "padding": 200 * "-"}).encode()
 
     @contextmanager

@@ -1,18 +1,24 @@
-"""What processes are built from, in a training run and where they only serve."""
+"""What the processes of a run and of a server are built from, and what is closed."""
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from torchtitan_rl.backends.monarch import run
 from torchtitan_rl.backends.monarch.run import _endpoint_spec, _generator_spec, _trainer_spec
 from torchtitan_rl.config.machine import HostFacts
+from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.serve import ServeConfig, prepare_serve
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
+from torchtitan_rl.errors import TrainerLostError
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.training.config import ProfileConfig
 from torchtitan_rl.weights.config import WeightSyncConfig
@@ -86,3 +92,32 @@ def test_chosen_replicas_profile_the_versions_that_chosen_steps_begin_with(tmp_p
     specs = [_generator_spec(prepared, group) for group in prepared.plan.replicas]
     assert [spec.profiled_versions for spec in specs] == [(), (0, 4)]
     assert specs[1].profile_dir == prepared.config.run_dir / "profile"
+
+
+def test_a_trainer_that_does_not_start_again_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other ranks would hold the device that the next one needs."""
+    calls: list[str] = []
+
+    class Trainer:
+        async def start(self, transport: object) -> None:
+            raise TrainerLostError("killed")
+
+        def lose(self, cause: BaseException) -> None:
+            calls.append("lose")
+
+        async def close(self) -> None:
+            calls.append("close")
+
+    async def spawn(*given: object) -> Trainer:
+        return Trainer()
+
+    monkeypatch.setattr(run.MonarchTrainer, "spawn", spawn)
+    monkeypatch.setattr(run, "_trainer_spec", lambda *given: None)
+    group = ProcessGroup(name="trainer", ranks=2, threads=1)
+    processes: Any = SimpleNamespace(
+        prepared=SimpleNamespace(plan=SimpleNamespace(trainer=group)), trainers=[]
+    )
+    processes.trace_dir = processes.hosts = processes.transport = None
+    with pytest.raises(TrainerLostError):
+        asyncio.run(run.RunProcesses.restart_trainer(processes, "trainer-2"))
+    assert calls == ["lose", "close"]

@@ -222,3 +222,27 @@ def test_a_loss_is_reported_at_whatever_moment_of_the_restart_the_run_ends(
         assert failure.given_up == "the run ended first"
 
     run_virtually(work())
+
+
+def test_a_loss_that_was_reported_is_not_reported_again(tmp_path: Path) -> None:
+    """A call for the offloaded trainer sees it before the watch, and it is not started again."""
+
+    async def see_later() -> None:
+        await asyncio.sleep(0.5)
+        raise TrainerLostError("killed")
+
+    async def work() -> None:
+        simulation = Simulation(replace(PLAN, during_step="asleep"), tmp_path)
+        restarted = simulation.restarted
+        assert restarted is not None
+        assert restarted.is_offloaded
+        restarted.max_restarts = 0
+        restarted._watching.cancel()
+        simulation.trainer.wait_until_lost = see_later
+        restarted._watching = restarted._watched(simulation.trainer)
+        restarted._restart(simulation.trainer, TrainerLostError("killed"))
+        await asyncio.sleep(1.0)
+        await restarted.close()
+        assert len(simulation.failures) == 1
+
+    run_virtually(work())

@@ -661,6 +661,23 @@ async def test_requests_of_a_run_are_bounded_until_it_takes_their_ends(
 
 
 @on_event_loop
+async def test_what_a_run_has_not_taken_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports of progress, and the sets of tokens from which theirs were sampled."""
+    async with serving(monkeypatch) as there:
+        own = {"lease": (await there.command("tenant.open", registration("a")))["lease"]}
+        one = asking("one", max_tokens=200)
+        kept = asking("kept", max_tokens=200, top_p=0.5)
+        await there.command("tenant.send", sent(1, one, kept) | own)
+        tenant = there.tenants._by_name["a"].tenant
+        at_first = dict(tenant._held)
+        while tenant.counts()["sampled_tokens"] < 400:
+            await asyncio.sleep(0.01)
+        grown = {name: tenant._held[name] - at_first[name] for name in at_first}
+        assert tenant._num_held == sum(tenant._held.values())
+        assert grown["kept"] > grown["one"] >= 500
+
+
+@on_event_loop
 async def test_open_commands_of_a_run_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     many = [commands.Resume()] * 8192
     async with serving(monkeypatch) as there:
@@ -745,6 +762,50 @@ async def test_commands_do_not_wait_behind_requests_for_which_there_is_no_room(
                 versions.update(done.versions)
             assert versions == {0, 1}
             assert "11" not in submitted
+
+
+@on_event_loop
+async def test_a_command_passes_between_batches_of_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(messages, "BATCH_CALLS", 1)
+    received: list[str] = []
+    deliver = Tenant.deliver
+
+    def note(self: Tenant, calls: Any) -> bool:
+        received.extend(type(call.payload).__name__ for call, _ in calls)
+        return deliver(self, calls)
+
+    monkeypatch.setattr(Tenant, "deliver", note)
+    async with serving(monkeypatch) as there, run_of(there, "a") as router:
+        calls = [asyncio.create_task(router.generate(asking(f"{n}"))) for n in range(100)]
+        while not received:
+            await asyncio.sleep(0)
+        await router.abort(["99"])
+        await asyncio.gather(*calls)
+    assert received.index("AbortRequests") < 50
+
+
+@on_event_loop
+async def test_a_full_server_is_tried_with_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "memory_bytes", lambda: 4 * 2 * 60_000)
+    refused: list[int] = []
+    deliver = Tenant.deliver
+
+    def note(self: Tenant, calls: Any) -> bool:
+        if not (is_taken := deliver(self, calls)):
+            refused.append(len(calls))
+        return is_taken
+
+    monkeypatch.setattr(Tenant, "deliver", note)
+    async with serving(monkeypatch) as there, run_of(there, "a") as router:
+        calls = []
+        for group in range(2):
+            asked = (asking(f"{group}/{n}", max_tokens=200) for n in range(10))
+            calls += [asyncio.create_task(router.generate(one)) for one in asked]
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*calls)
+    assert refused[:3] == [10, 1, 1]
 
 
 @pytest.mark.parametrize(
