@@ -25,6 +25,8 @@ from torchtitan_rl.aio import uninterrupted
 from torchtitan_rl.errors import ProcessEndedError, ProcessStoppedError, TorchtitanRLError
 from torchtitan_rl.shim import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
+MARK_VARIABLE = "TORCHTITAN_RL_MARK"  # by which the processes of one start are found
+
 _POLL_S = 0.05
 
 LOOK_S = 0.25
@@ -50,12 +52,14 @@ class Processes:
         """Watch the processes, of which messages speak as ``name``. The kernel says whether a
         process has ended or is stopped, so neither load nor long work is mistaken for a loss. A
         process that a debugger has stopped is not lost. Raises ProcessEndedError: a process has
-        ended; or ProcessStoppedError: one was stopped (SIGSTOP) for `STOPPED_S`."""
+        ended; or ProcessStoppedError: one was stopped (SIGSTOP) for `STOPPED_S`, and is killed."""
         now = asyncio.get_running_loop().time
         looked_s, stopped_s = now(), dict.fromkeys(self._handles, 0.0)
         stops: dict[int, bytes | None] = dict.fromkeys(self._handles)
         while True:
             await asyncio.sleep(LOOK_S)
+            if not self._handles:
+                raise ProcessEndedError(f"{name}: its processes were ended")
             gap_s, looked_s = now() - looked_s, now()
             for pid, handle in self._handles.items():
                 if _has_exited(handle):
@@ -65,6 +69,7 @@ class Processes:
                 stops[pid] = stop
                 stopped_s[pid] = (stopped_s[pid] + min(gap_s, 2 * LOOK_S)) * is_same
                 if stopped_s[pid] >= STOPPED_S:
+                    self._kill([pid])
                     message = f"{name}: process {pid} is stopped (SIGSTOP)"
                     raise ProcessStoppedError(message, silent_s=stopped_s[pid])
 
@@ -73,7 +78,8 @@ class Processes:
         groups. Returns the pids of the killed processes."""
         killed: list[int] = []
         if not await self._have_exited(timeout_s):
-            killed = self._kill()
+            killed = self._alive()
+            self._kill(killed)
             await self._have_exited(timeout_s)
         for handle in self._handles.values():
             os.close(handle)
@@ -91,15 +97,32 @@ class Processes:
             await asyncio.sleep(_POLL_S)
         return True
 
-    def _kill(self) -> list[int]:
-        killed = self._alive()
-        for pid in killed:
+    def _kill(self, pids: Iterable[int]) -> None:
+        for pid in pids:
             with suppress(ProcessLookupError):  # the process has just exited by itself
                 if os.getpgid(pid) == pid:
                     os.killpg(pid, signal.SIGKILL)
                 else:
                     signal.pidfd_send_signal(self._handles[pid], signal.SIGKILL)
-        return killed
+
+
+async def hold_children(parent: int, mark: str, number: int) -> Processes:
+    """Wait until the process ``parent`` has at least ``number`` children with ``mark`` as their
+    environment's `MARK_VARIABLE`, and return these."""
+    wanted = f"{MARK_VARIABLE}={mark}".encode()
+    while True:
+        children = psutil.Process(parent).children()
+        pids = [one.pid for one in children if wanted in _environment_of(one.pid)]
+        if len(pids) >= number:
+            return Processes(pids)
+        await asyncio.sleep(_POLL_S)
+
+
+def _environment_of(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []  # it has just ended
 
 
 def _has_exited(handle: int) -> bool:

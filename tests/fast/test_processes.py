@@ -14,7 +14,7 @@ import pytest
 
 import torchtitan_rl.processes
 from torchtitan_rl.errors import ProcessEndedError, ProcessLostError, ProcessStoppedError
-from torchtitan_rl.processes import Processes
+from torchtitan_rl.processes import MARK_VARIABLE, Processes, hold_children
 
 SLEEPS = "import time; print('ready', flush=True); time.sleep(600)"
 
@@ -73,8 +73,45 @@ def test_one_that_ends_or_is_stopped_is_seen(
         with pytest.raises(error, match=f"replica0: process {child.pid}") as raised:
             await asyncio.wait_for(watching, 30.0)
         assert raised.value.silent_s
+        assert child.wait(30) == -signal.SIGKILL
 
     asyncio.run(watch())
+
+
+@pytest.mark.usefixtures("quick_looks")
+def test_the_watch_over_processes_that_were_ended_ends(child: subprocess.Popen[str]) -> None:
+    async def watch() -> None:
+        processes = Processes((child.pid,))
+        watching = asyncio.create_task(processes.wait_until_lost("replica0"))
+        await processes.end(0.0)
+        with pytest.raises(ProcessEndedError):
+            await asyncio.wait_for(watching, 30.0)
+
+    asyncio.run(watch())
+
+
+def test_children_are_found_by_their_mark_once_all_are_there() -> None:
+    def start(mark: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        return subprocess.Popen(command, env=os.environ | {MARK_VARIABLE: mark}, text=True)
+
+    async def check() -> None:
+        children = [start("a"), start("b")]
+        try:
+            finding = asyncio.create_task(hold_children(os.getpid(), "a", 2))
+            await asyncio.sleep(0.2)
+            assert not finding.done()
+            children.append(start("a"))
+            found = await asyncio.wait_for(finding, 30.0)
+            await found.end(0.1)
+            assert [one.wait(30) for one in children[::2]] == [-signal.SIGKILL] * 2
+            assert children[1].poll() is None
+        finally:
+            for one in children:
+                one.kill()
+                one.wait()
+
+    asyncio.run(check())
 
 
 @pytest.mark.usefixtures("quick_looks")

@@ -62,7 +62,7 @@ def request_to_cancel(number: int) -> GenerationRequest:
     return GenerationRequest(
         request_id=f"cancelled{number}",
         prompt_token_ids=(40, 41, number),
-        sampling=SamplingParams(max_tokens=200, ignore_eos=True),
+        sampling=SamplingParams(max_tokens=900, ignore_eos=True),
     )
 
 

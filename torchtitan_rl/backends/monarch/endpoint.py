@@ -22,7 +22,6 @@ from torchtitan_rl.aio import background
 from torchtitan_rl.backends.monarch.runtime import (
     ActorChannel,
     ProcessMesh,
-    call,
     serve_channel,
     spawn_processes,
     stop_processes,
@@ -231,7 +230,9 @@ class MonarchEndpoint:
         await stop_processes(mesh)
 
     async def _call(self, awaitable: Any, what: str, timeout_s: float) -> Any:
-        return await _checked(call(awaitable, what=f"endpoint: {what}", timeout_s=timeout_s))
+        assert self._mesh is not None
+        calling = self._mesh.call(awaitable, what=f"endpoint: {what}", timeout_s=timeout_s)
+        return await _checked(calling)
 
 
 async def _checked(work: Awaitable[_T]) -> _T:

@@ -133,15 +133,17 @@ class GeneratorProcesses:
         self._channel = ActorChannel(mesh)
         # A process that sends nothing for this time, not even an empty batch, counts as lost.
         self._silence_s = 2 * spec.generator.stall_timeout_s
+        self._has_started = False
 
     async def start(self) -> None:
-        await call(
+        await self._mesh.call(
             self._ranks.start.call(),
             what=f"start of {self.name}",
             timeout_s=self._spec.start_timeout_s,
         )
         leader = self._ranks.slice(ranks=0)
         await self._channel.open(leader.connect.call_one, timeout_s=self._silence_s)
+        self._has_started = True
 
     def send(self, messages: tuple[ToReplica, ...]) -> None:
         self._channel.send(messages)
@@ -158,7 +160,7 @@ class GeneratorProcesses:
         await self._weights.read(handle, self._host, read)
 
     async def close_loop(self, *, is_lost: bool) -> None:
-        timeout_s = _LOST_CLOSE_S if is_lost else _CLOSE_S
+        timeout_s = _LOST_CLOSE_S if is_lost or not self._has_started else _CLOSE_S
         # `close` ends the processes in any case.
         with contextlib.suppress(ProcessLostError, DeadlineError, WeightSyncError):
             await call(self._ranks.close.call(), what=f"close of {self.name}", timeout_s=timeout_s)

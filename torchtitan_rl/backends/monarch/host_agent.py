@@ -22,8 +22,9 @@ from torchtitan_rl.errors import ConfigError, ProcessLostError
 from torchtitan_rl.files import FilePiece, file_sizes, read_new
 from torchtitan_rl.launch.interfaces import own_address
 from torchtitan_rl.launch.workers import claim_incarnation, is_leaving, record_beat, record_run_end
-from torchtitan_rl.processes import Processes
+from torchtitan_rl.processes import Processes, hold_children
 
+_START_S = 60.0  # for the processes of a mesh to be there
 _LAST_ANSWER_S = 1.0  # for the answer to be sent
 
 
@@ -43,7 +44,7 @@ class HostAnswer:
 class HostAgent(Actor):
     def __init__(self, address: str) -> None:
         self._address = address
-        self._held: dict[tuple[int, ...], Processes] = {}
+        self._held: dict[str, Processes] = {}  # by mark
         self._has_claim = claim_incarnation()
         if self._has_claim:
             record_beat()
@@ -104,20 +105,22 @@ class HostAgent(Actor):
         return await asyncio.to_thread(cannot_write, folder)
 
     @concurrent_endpoint
-    async def hold(self, pids: tuple[int, ...]) -> None:
-        self._held[pids] = Processes(pids)
+    async def hold(self, mark: str, number: int) -> None:
+        """See `hold_children`. The worker, which started this process, starts the others too."""
+        async with asyncio.timeout(_START_S):
+            self._held[mark] = await hold_children(os.getppid(), mark, number)
 
     @concurrent_endpoint
-    async def loss(self, pids: tuple[int, ...], name: str) -> ProcessLostError:
+    async def loss(self, mark: str, name: str) -> ProcessLostError:
         """Wait for the loss of one of these processes; see `Processes.wait_until_lost`."""
         try:
-            await self._held[pids].wait_until_lost(name)
+            await self._held[mark].wait_until_lost(name)
         except ProcessLostError as error:
             return error
 
     @concurrent_endpoint
-    async def end(self, pids: tuple[int, ...], timeout_s: float) -> list[int]:
-        held = self._held.pop(pids, None)
+    async def end(self, mark: str, timeout_s: float) -> list[int]:
+        held = self._held.pop(mark, None)
         return [] if held is None else await held.end(timeout_s)
 
 

@@ -45,7 +45,7 @@ from torchtitan_rl.errors import ConfigError, HostsBusyError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import LOCAL, Address
 from torchtitan_rl.launch.interfaces import accepts, close_connections
 from torchtitan_rl.launch.workers import CONTROLLER_LOST_S
-from torchtitan_rl.processes import Processes
+from torchtitan_rl.processes import Processes, hold_children
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +83,12 @@ class Host:
     policy_dir: Path | None = None  # the policy's path on the host; None: as on this machine
     lost: Event = field(default_factory=Event)  # set once, when the host is given up
 
-    async def hold(self, pids: tuple[int, ...]) -> HeldProcesses:
+    async def hold(self, mark: str, number: int) -> HeldProcesses:
+        """Wait for the processes with this mark, and return them; see `hold_children`."""
         if self.agent is None:
-            return Processes(pids)
-        await asyncio.wait_for(self.agent.hold.call_one(pids), _AGENT_TIMEOUT_S)
-        return FarProcesses(host=self, pids=pids)
+            return await hold_children(os.getpid(), mark, number)
+        await self.agent.hold.call_one(mark, number)
+        return FarProcesses(host=self, mark=mark)
 
 
 def start_command(environment: Mapping[str, str]) -> Any:
@@ -435,7 +436,7 @@ class FarProcesses:
     """Processes on another host, as `Processes`. The host's agent has handles of them."""
 
     host: Host
-    pids: tuple[int, ...]
+    mark: str
 
     @property
     def are_lost(self) -> bool:
@@ -443,13 +444,13 @@ class FarProcesses:
 
     async def wait_until_lost(self, name: str) -> NoReturn:
         try:
-            raise await self.host.agent.loss.call_one(self.pids, name)
+            raise await self.host.agent.loss.call_one(self.mark, name)
         except (ActorError, SupervisionError):
             await asyncio.Event().wait()  # `HostWatch` reports the loss of the host
             raise
 
     async def end(self, timeout_s: float) -> list[int]:
-        answer = self.host.agent.end.call_one(self.pids, timeout_s)
+        answer = self.host.agent.end.call_one(self.mark, timeout_s)
         try:
             return list(await asyncio.wait_for(answer, 2 * timeout_s + _AGENT_TIMEOUT_S))
         except (TimeoutError, ActorError, SupervisionError) as error:

@@ -17,12 +17,14 @@ import contextvars
 import functools
 import logging
 import os
+import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from textwrap import shorten
+from typing import Any, Generic, NoReturn, TypeVar
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -44,7 +46,7 @@ from torchtitan_rl.config.plan import KEEPS_MEMORY, ProcessGroup
 from torchtitan_rl.errors import DeadlineError, ProcessLostError, TorchtitanRLError
 from torchtitan_rl.launch.interfaces import take_port
 from torchtitan_rl.observability.trace import HOST_VARIABLE
-from torchtitan_rl.processes import stay_on_cores
+from torchtitan_rl.processes import MARK_VARIABLE, stay_on_cores
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,10 @@ _T = TypeVar("_T")
 
 _STOP_TIMEOUT_S = 15.0  # for Monarch to end a mesh
 _EXIT_TIMEOUT_S = 5.0  # for the mesh's processes to exit
+_KILL_S = 0.1  # what did not start gets no time to end by itself
 _ASK_TIMEOUT_S = 60.0
+_NOT_STARTED = (RuntimeError, ValueError)  # Monarch's, for a process that ends while it starts
+_MAX_CAUSE = 300  # characters
 
 ACTOR_NAMES = ("generator", "trainer", "endpoint", "weights")  # the names of our meshes
 
@@ -106,8 +111,8 @@ class _ProcessActor(Actor):
         self._rank = first_rank + self._local_rank
 
     @concurrent_endpoint
-    async def pid(self) -> int:
-        return os.getpid()
+    async def answer(self) -> None:
+        """Return at once."""
 
     @concurrent_endpoint
     async def take_port(self, ip: str) -> int:
@@ -135,6 +140,18 @@ class ProcessMesh:
     mesh: ProcMesh
     processes: HeldProcesses
     actors: Any  # a `_ProcessActor` in each process
+    watch: asyncio.Future[NoReturn]  # over the processes, from their first moment on
+
+    async def wait_until_lost(self) -> NoReturn:
+        """See `Processes.wait_until_lost`."""
+        await asyncio.shield(self.watch)
+
+    async def call(
+        self, answer: Awaitable[Any], *, what: str, timeout_s: float | None = None
+    ) -> Any:
+        """As `runtime.call`; a process that ends or is stopped also ends the call."""
+        calling = call(answer, what=what, timeout_s=timeout_s)
+        return await first_of(calling, self.wait_until_lost())
 
 
 async def spawn_processes(
@@ -176,7 +193,8 @@ async def spawn_on_hosts(
             if isinstance(result, BaseException):
                 raise result
         if group.ranks > 1:
-            await _introduce(group, meshes, "127.0.0.1" if len(places) == 1 else places[0][1].ip)
+            ip = "127.0.0.1" if len(places) == 1 else places[0][1].ip
+            await _introduce(group, meshes, ip)
     except BaseException:
         await asyncio.gather(*map(stop_processes, meshes))
         raise
@@ -186,29 +204,67 @@ async def spawn_on_hosts(
 async def _introduce(group: ProcessGroup, meshes: Sequence[ProcessMesh], ip: str) -> None:
     what = f"start of the processes of {group.name}"
     first = meshes[0].actors.slice(ranks=0)
-    port = await call(first.take_port.call_one(ip), what=what, timeout_s=_ASK_TIMEOUT_S)
+    asking = first.take_port.call_one(ip)
+    port = await meshes[0].call(asking, what=what, timeout_s=_ASK_TIMEOUT_S)
     for mesh in meshes:
-        joined = mesh.actors.join.call(ip, port, group.ranks)
-        await call(joined, what=what, timeout_s=_ASK_TIMEOUT_S)
+        joining = mesh.actors.join.call(ip, port, group.ranks)
+        await mesh.call(joining, what=what, timeout_s=_ASK_TIMEOUT_S)
 
 
 async def _spawn(
     group: ProcessGroup, host: Host, log_dir: Path, environment: Mapping[str, str]
 ) -> ProcessMesh:
     log_file = str(log_dir / f"{_host_prefix(host)}{group.name}-rank{{rank}}.log")
+    mark = uuid.uuid4().hex
     mesh = host.mesh.spawn_procs(
         per_host={"ranks": group.ranks},
         bootstrap=functools.partial(_prepare_process, log_file, group.first_rank, group.cores),
         name=group.name,
         bootstrap_command=start_command(
-            process_environment(group) | _host_environment(host) | dict(environment)
+            process_environment(group)
+            | _host_environment(host)
+            | {MARK_VARIABLE: mark}
+            | dict(environment)
         ),
     )
     actors: Any = mesh.spawn("process", _ProcessActor, group.first_rank)
     what = f"start of the processes of {group.name} on {host.name}"
-    answers = await call(actors.pid.call(), what=what, timeout_s=_ASK_TIMEOUT_S)
-    processes = await call(host.hold(tuple(answers.values())), what=what)
-    return ProcessMesh(name=group.name, mesh=mesh, processes=processes, actors=actors)
+    answering = asyncio.ensure_future(_first_answer(actors, what))
+    answering.add_done_callback(retrieve)
+    holding = call(host.hold(mark, group.ranks), what=what, timeout_s=_ASK_TIMEOUT_S)
+    try:
+        processes = await first_of(holding, _failure_of(answering))
+    except BaseException:
+        with suppress(TorchtitanRLError):
+            left = await call(host.hold(mark, 0), what=what, timeout_s=_STOP_TIMEOUT_S)
+            await left.end(_KILL_S)
+        raise
+    watch = asyncio.ensure_future(processes.wait_until_lost(group.name))
+    watch.add_done_callback(retrieve)
+    started = ProcessMesh(
+        name=group.name, mesh=mesh, processes=processes, actors=actors, watch=watch
+    )
+    try:
+        await started.call(answering, what=what)
+    except BaseException:
+        await stop_processes(started)
+        raise
+    return started
+
+
+async def _first_answer(actors: Any, what: str) -> None:
+    try:
+        await call(actors.answer.call(), what=what, timeout_s=_ASK_TIMEOUT_S)
+    except _NOT_STARTED as error:
+        raise ProcessLostError(
+            f"{what} failed: {shorten(first_line(error), _MAX_CAUSE)}"
+        ) from error
+
+
+async def _failure_of(work: asyncio.Future[Any]) -> NoReturn:
+    await asyncio.shield(work)
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
 def _prepare_process(log_file: str, first_rank: int, cores: tuple[int, ...]) -> None:
@@ -281,8 +337,8 @@ async def stop_processes(mesh: ProcessMesh) -> None:
             await mesh.mesh.stop()
     except TimeoutError:
         complaint = f"no end within {_STOP_TIMEOUT_S:.0f} s"
-    except (SupervisionError, RuntimeError) as error:
-        complaint = first_line(error)
+    except (SupervisionError, *_NOT_STARTED) as error:
+        complaint = shorten(first_line(error), _MAX_CAUSE)
     if mesh.processes.are_lost:
         return  # lost in the meantime
     if killed := await mesh.processes.end(_EXIT_TIMEOUT_S):
@@ -339,9 +395,7 @@ class ActorChannel(Generic[ToActor, FromActor]):
         `receive`."""
         port, self._receiver = Channel[Any].open()
         serving = call(serve(port), what=f"{self._name}: channel")
-        self._serving = asyncio.ensure_future(
-            first_of(serving, self._mesh.processes.wait_until_lost(self._name))
-        )
+        self._serving = asyncio.ensure_future(first_of(serving, self._mesh.wait_until_lost()))
         self._serving.add_done_callback(retrieve)  # `receive` raises its error
         self._port: Port[ToActor] = await self._next(timeout_s)
 

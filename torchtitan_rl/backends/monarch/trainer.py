@@ -193,9 +193,7 @@ class MonarchTrainer:
 
     async def _watch(self, part: Any, mesh: ProcessMesh) -> None:
         try:
-            await first_of(
-                call(part.stay.call(), what="trainer"), mesh.processes.wait_until_lost(mesh.name)
-            )
+            await first_of(call(part.stay.call(), what="trainer"), mesh.wait_until_lost())
         except (ProcessLostError, DeadlineError) as error:
             self.lose(error)
 

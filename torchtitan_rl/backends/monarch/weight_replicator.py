@@ -99,7 +99,7 @@ class WeightReplicator:
                 await self._end()  # a process that did not start, or is unusable
                 self._mesh = await self._spawn()
                 actor: Any = self._mesh.mesh.spawn("weights", WeightReplicatorActor, self._spec)
-                await call(
+                await self._mesh.call(
                     actor.start.call_one(), what=f"{self._spec.name}: start", timeout_s=_START_S
                 )
                 self._actor = actor
@@ -127,9 +127,10 @@ class WeightReplicator:
         what = f"{self._spec.name}: fetch of version {handle.version}"
         await self.start()
         mesh = self._mesh
+        assert mesh is not None
         try:
             fetch = self._actor.fetch.call_one(handle, parent)
-            return await call(fetch, what=what, timeout_s=self._timeout_s)
+            return await mesh.call(fetch, what=what, timeout_s=self._timeout_s)
         except ProcessLostError:
             if self._mesh is mesh:  # else another fetch has replaced it
                 await self._end()

@@ -1,0 +1,86 @@
+"""Processes that are killed or stopped (SIGSTOP) while they start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.real.models import tiny_model
+from tests.real.router_scenario import spawn
+from torchtitan_rl.backends.monarch.runtime import spawn_processes, supervise
+from torchtitan_rl.config.plan import ProcessGroup
+from torchtitan_rl.errors import ProcessLostError, ProcessStoppedError
+from torchtitan_rl.processes import MARK_VARIABLE
+
+LIMIT_S = 30.0  # Monarch alone sees a stopped process after 40 s
+
+
+def meshes() -> set[int]:
+    """The children of this process that Monarch has started."""
+    found = set()
+    for child in psutil.Process().children():
+        try:
+            if MARK_VARIABLE in child.environ() and child.status() != psutil.STATUS_ZOMBIE:
+                found.add(child.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+async def lose(work: Awaitable[object], others: set[int], number: int, after_s: float) -> None:
+    """Send a signal to one of the processes that ``work`` starts, some time after it is there."""
+    task = asyncio.ensure_future(work)
+    while not (new := meshes() - others):
+        assert not task.done()
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(after_s)
+    os.kill(min(new), number)
+    async with asyncio.timeout(LIMIT_S):
+        await task
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.5])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_is_lost_before_it_answers_is_seen_and_nothing_is_left(
+    tmp_path: Path, number: int, after_s: float
+) -> None:
+    group = ProcessGroup(name="replica0", ranks=2, threads=1)
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(2)")  # a slow start
+    slow = {"PYTHONPATH": str(tmp_path)}
+
+    async def check() -> None:
+        supervise()
+        others = meshes()
+        error = ProcessStoppedError if number == signal.SIGSTOP else ProcessLostError
+        work = spawn_processes(group, log_dir=tmp_path, environment=slow)
+        with pytest.raises(error, match="replica0"):
+            await lose(work, others, number, after_s)
+        assert meshes() == others
+
+    asyncio.run(check())
+
+
+def test_a_replica_that_is_stopped_while_it_builds_its_engine_is_seen_and_ended(
+    tmp_path: Path,
+) -> None:
+    tiny_model(tmp_path / "model", tied=True, seed=0)
+
+    async def check() -> None:
+        supervise()
+        others = meshes()
+        replica = await spawn(tmp_path, 0)
+        starting = asyncio.ensure_future(replica.peer.start())
+        await asyncio.sleep(0.5)  # it imports vLLM
+        with pytest.raises(ProcessStoppedError, match=r"replica0: process \d+ is stopped"):
+            await lose(starting, others, signal.SIGSTOP, after_s=0.0)
+        async with asyncio.timeout(LIMIT_S):
+            await replica.close()
+        assert meshes() == others
+
+    asyncio.run(check())
