@@ -40,6 +40,9 @@ from torchtitan_rl.types import RolloutStatus
 
 _USUAL = {RolloutStatus.COMPLETED, RolloutStatus.MAX_TURNS, RolloutStatus.MAX_TOKENS}
 
+_DEATHS = ("die", "die_soon", "freeze", "wedge")  # of a replica, which is started again
+_TRAINER_LOSSES = ("lost", "lost_after", "lost_soon")
+
 Rule = Callable[[Life], Iterator[str]]
 
 
@@ -98,6 +101,11 @@ def _strikes(life: Life) -> list[tuple[str, str]]:
 
 def _may_end_a_run(life: Life, error: type, strike: tuple[str, str]) -> bool:
     point, action = strike
+    hurries = life.plan.request_timeout_s < life.plan.restart_s + 10.0  # as users should not
+    if action in _DEATHS and _num(life, *_DEATHS) <= life.plan.restarts and not hurries:
+        return False
+    if action in _TRAINER_LOSSES and _num(life, *_TRAINER_LOSSES) <= life.plan.trainer_restarts:
+        return False
     if point.startswith("trainer"):
         is_checkpoint = "checkpoint" in point and action == "no_space"
         return not is_checkpoint or _num(life, action) > 2 or _is_last_save(life)
@@ -117,7 +125,7 @@ def _may_end_a_run(life: Life, error: type, strike: tuple[str, str]) -> bool:
         return is_lost and _num(life, action) > life.plan.endpoint_restarts
     if action in ("no_space", "disk_full"):
         return point in ("journal", "rows") or issubclass(
-            error, (JournalError, CheckpointError, OutputError)
+            error, (JournalError, CheckpointError, OutputError, TrainerLostError)
         )
     return False
 
@@ -129,8 +137,8 @@ def _is_last_save(life: Life) -> bool:
     return state.step == life.plan.num_steps or state.is_stopping
 
 
-def _num(life: Life, action: str) -> int:
-    return sum(one.fault.action == action for one in life.machine.fired)
+def _num(life: Life, *actions: str) -> int:
+    return sum(one.fault.action in actions for one in life.machine.fired)
 
 
 def bounds_the_age_of_tokens(life: Life) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,3 +27,17 @@ class Undisturbed:
 
     def at(self, point: str) -> Strike | None:
         return None
+
+
+class Strikes:
+    """Does ``actions`` (by point and number of the call)."""
+
+    def __init__(self, actions: dict[tuple[str, int], str]) -> None:
+        self._actions = actions
+        self.calls: Counter[str] = Counter()
+
+    def at(self, point: str) -> Strike | None:
+        number, self.calls[point] = self.calls[point], self.calls[point] + 1
+        action = self._actions.get((point, number))
+        seconds = 0.01 if action == "lost_soon" else 10_000.0
+        return None if action is None else Strike(action=action, seconds=seconds)

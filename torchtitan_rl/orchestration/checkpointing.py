@@ -26,8 +26,10 @@ from torchtitan_rl.aio import BackgroundTask
 from torchtitan_rl.errors import (
     CheckpointError,
     ConfigError,
+    DeadlineError,
     OutputError,
     TorchtitanRLError,
+    TrainerLostError,
     one_line,
 )
 from torchtitan_rl.orchestration.config import CheckpointConfig
@@ -118,7 +120,8 @@ class RunCheckpointer:
             await self._begin()
 
     async def finish(self) -> None:
-        """Save the run's current state, even after a failure, and wait until it is on disk.
+        """Save the run's current state, even after a failure, and wait until it is on disk. If the
+        trainer is lost while it writes, the one that takes its place writes it.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
@@ -127,11 +130,16 @@ class RunCheckpointer:
         await self._wait_until_written()
         self._failures.clear()
         self._state.recorder.flush()
-        if self._state.buffer.entries or self._saved != self._moment():
+        if self._saved == self._moment() and not self._state.buffer.entries:
+            return
+        while True:
             await self._begin()
             await self._wait_until_written()
-        if self._failures:
-            raise self._failures[-1]
+            if not self._failures:
+                return
+            error = self._failures.pop()
+            if not isinstance(error.__cause__, (TrainerLostError, DeadlineError)):
+                raise error
 
     def _moment(self) -> _Moment:
         return self._state.step, self._state.evaluated_step

@@ -27,7 +27,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal
 
-from torchtitan_rl.aio import loop_s
+from torchtitan_rl.aio import background, loop_s, uninterrupted
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.evaluation import Evaluator
 from torchtitan_rl.orchestration.run_state import RunState
@@ -111,7 +111,7 @@ class WeightDelivery:
             # A step that was taken before this task began is in the queue, and is evaluated later.
             step = self.state.step
             if step != self._last_put and self.evaluator.is_due(step):
-                await self.evaluator.start(step, self.state.version)
+                await self._evaluate(step, self.state.version)
             if self._initial is not None:
                 self._release(self._initial)
             while True:
@@ -140,8 +140,13 @@ class WeightDelivery:
                 self._newest = None
             self._syncs.append(await self._sync(finished.handle))
         if needs_evaluation:
-            await self.evaluator.start(finished.step, finished.version)
+            await self._evaluate(finished.step, finished.version)
         self._release(finished)
+
+    async def _evaluate(self, step: int, version: int) -> None:
+        # A replica that takes the place of a lost one joins only while replicas are not paused.
+        async with background(self.devices.resume_when_released()):
+            await self.evaluator.start(step, version)
 
     def _release(self, finished: PublishedStep) -> None:
         self._needed = {v: step for v, step in self._needed.items() if step is not finished}
@@ -245,6 +250,17 @@ class DeviceSharing:
             lambda: self._is_released, "new weights wait for the trainer to leave the devices"
         )
 
+    async def resume_when_released(self) -> None:
+        """With ``pause``: let the replicas' requests continue whenever the trainer is done. Runs
+        until it is cancelled."""
+
+        def may_resume() -> bool:
+            return self._during_step == "pause" and self._is_released and self.engines_are_empty
+
+        while True:
+            await self._state.wait_until(may_resume, "paused replicas wait for the trainer")
+            await uninterrupted(self._resume_if_released())
+
     @asynccontextmanager
     async def to_replicas(self) -> AsyncIterator[None]:
         """Run the block, which loads new weights into the replicas. After the block, the replicas'
@@ -256,9 +272,7 @@ class DeviceSharing:
         if not self.devices_are_shared:
             yield
             if self._during_step == "pause":
-                async with self._switching:
-                    if self._is_released:
-                        await self._resume_engines()
+                await self._resume_if_released()
             return
         while True:
             await self.wait_until_released()
@@ -270,6 +284,11 @@ class DeviceSharing:
                 yield
                 await self._resume_engines()
                 return
+
+    async def _resume_if_released(self) -> None:
+        async with self._switching:
+            if self._is_released:
+                await self._resume_engines()
 
     async def _resume_engines(self) -> None:
         await self._router.resume()

@@ -6,6 +6,9 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from tests.support.simulated_faults import Strikes
 from tests.support.simulated_replica import SimReplica
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
@@ -76,3 +79,33 @@ def test_a_reserved_replica_that_cannot_pull_is_replaced_by_a_shared_one(tmp_pat
 
     simulation = run_virtually(work())
     assert evaluated(simulation) == [(0, 0), (2, 2), (4, 4)]
+
+
+@pytest.mark.parametrize("nth", range(1, 4))
+def test_an_evaluation_gets_the_replica_that_takes_the_place_of_one_lost_before_a_pause(
+    tmp_path: Path, nth: int
+) -> None:
+    """The only replica dies at one of its pulls while the trainer goes on to its next step, for
+    which replicas pause."""
+    plan = Plan(
+        num_steps=4,
+        groups_per_step=1,
+        staleness=1,
+        replicas=1,
+        restarts=2,
+        restart_s=0.5,
+        during_step="aborted",
+        train_s=1.0,
+        validate_every=1,
+        evaluation_problems=2,
+    )
+    fate = Strikes({("r0.pull", nth): "die"})
+
+    async def work() -> Simulation:
+        simulation = Simulation(plan, tmp_path, fate=fate)
+        async with simulation.restarting():
+            await simulation.run()
+        return simulation
+
+    simulation = run_virtually(work())
+    assert [step for step, _ in evaluated(simulation)] == [0, 1, 2, 3, 4]

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.simulated_faults import Strike
+from tests.support.simulated_faults import Strike, Strikes
 from tests.support.simulated_trainer import SimTrainer
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
@@ -21,20 +20,6 @@ from torchtitan_rl.orchestration import taken_steps
 from torchtitan_rl.routing.replicas import Phase
 
 PLAN = Plan(num_steps=7, checkpoint_every=2, trainer_restarts=2)
-
-
-class Strikes:
-    """Does ``actions`` (by point and number of the call)."""
-
-    def __init__(self, actions: dict[tuple[str, int], str]) -> None:
-        self._actions = actions
-        self.calls: Counter[str] = Counter()
-
-    def at(self, point: str) -> Strike | None:
-        number, self.calls[point] = self.calls[point], self.calls[point] + 1
-        action = self._actions.get((point, number))
-        seconds = 0.01 if action == "lost_soon" else 10_000.0
-        return None if action is None else Strike(action=action, seconds=seconds)
 
 
 def run(root: Path, plan: Plan = PLAN, **actions: str) -> Simulation:
@@ -144,14 +129,15 @@ def test_a_batch_that_cannot_be_stored_is_told_and_then_a_loss_ends_the_run(
     assert simulation.controller.step == 3
 
 
-def test_a_trainer_that_never_ends_a_checkpoint_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("version", [2, PLAN.num_steps])
+def test_a_trainer_that_never_ends_a_checkpoint_is_replaced_at_the_end_of_the_run_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
     whole = run(tmp_path / "whole")
     finish, hung = SimTrainer.finish_checkpoint, []
 
     async def hang_once(trainer: SimTrainer) -> None:
-        if not hung and trainer.version >= 2:
+        if not hung and trainer.version >= version:
             hung.append(trainer)
             raise DeadlineError("trainer: writing of a checkpoint took too long")
         await finish(trainer)
