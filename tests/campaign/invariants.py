@@ -101,10 +101,7 @@ def _strikes(life: Life) -> list[tuple[str, str]]:
 
 def _may_end_a_run(life: Life, error: type, strike: tuple[str, str]) -> bool:
     point, action = strike
-    hurries = life.plan.request_timeout_s < life.plan.restart_s + 10.0  # as users should not
-    if action in _DEATHS and _num(life, *_DEATHS) <= life.plan.restarts and not hurries:
-        return False
-    if action in _TRAINER_LOSSES and _num(life, *_TRAINER_LOSSES) <= life.plan.trainer_restarts:
+    if _is_mended(life, action):
         return False
     if point.startswith("trainer"):
         is_checkpoint = "checkpoint" in point and action == "no_space"
@@ -127,6 +124,19 @@ def _may_end_a_run(life: Life, error: type, strike: tuple[str, str]) -> bool:
         return point in ("journal", "rows") or issubclass(
             error, (JournalError, CheckpointError, OutputError, TrainerLostError)
         )
+    return False
+
+
+def _is_mended(life: Life, action: str) -> bool:
+    """Whether the part is started again as often as it was struck, before requests time out."""
+    plan = life.plan
+    if not isinstance(plan, CampaignPlan):
+        return False  # a run on conversations, which starts nothing again
+    if action in _TRAINER_LOSSES:
+        return _num(life, *_TRAINER_LOSSES) <= plan.trainer_restarts
+    if action in _DEATHS:
+        hurries = plan.request_timeout_s < plan.restart_s + 10.0
+        return not hurries and _num(life, *_DEATHS) <= plan.restarts
     return False
 
 
