@@ -14,6 +14,7 @@ new replica if no other is left.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -25,6 +26,8 @@ from torchtitan_rl.errors import ConfigError, HostLeftError, ReplicaError, Torch
 from torchtitan_rl.failures import Failure, Part
 from torchtitan_rl.routing.replicas import Replica
 from torchtitan_rl.routing.router import GeneratorRouter
+
+logger = logging.getLogger(__name__)
 
 EXPECTED_S = 300.0
 SETTLED_S = 600.0
@@ -96,7 +99,7 @@ class ReplicaRestarts:
 
         Raises:
             ConfigError: the number is refused. Nothing has changed.
-            ReplicaError: some replicas did not start; the others serve.
+            ReplicaError: some replicas did not start, or were lost meanwhile; the others serve.
         """
         if self._is_closed:
             raise ConfigError("the run is ending")
@@ -164,6 +167,8 @@ class ReplicaRestarts:
             errors = [error for error in await asyncio.gather(*works) if error]
             live = sorted(self.router.versions())
             text = f"{len(live)} replica{'' if len(live) == 1 else 's'}: {', '.join(live)}"
+            if len(live) < number and not errors:
+                errors.append("a replica was lost meanwhile")
             if errors:
                 raise ReplicaError(f"{'; '.join(errors)}; the run has {text}")
             return text
@@ -231,7 +236,12 @@ class ReplicaRestarts:
         with expectation:
             if self.is_alone is None or await self.is_alone(lost.name):
                 self.say(f"{lost.name} is lost and is started again: {failure.cause}")
-            failure = await self._until_serving(lost, failure)
+            try:
+                failure = await self._until_serving(lost, failure)
+            except Exception as error:
+                logger.exception("the restart of %s failed", lost.name)
+                self.say(f"{lost.name} is given up, because its restart failed: {error!r}")
+                failure = failure.ended(f"its restart failed: {error!r}")
         await self._report(failure)
 
     async def _report(self, failure: Failure) -> None:

@@ -461,3 +461,21 @@ def test_on_shared_devices_no_engine_starts_while_the_trainer_has_them():
             assert machine.replicas["replica0-2"].stops  # it sleeps, too
 
     run_virtually(play())
+
+
+def test_a_restart_that_fails_for_an_unknown_reason_is_told_and_reported_at_once():
+    async def play():
+        machine = Machine("replica0", "replica1")
+
+        async def fail(lost: str, name: str) -> GatedReplica:
+            raise ValueError("not foreseen")
+
+        machine.start = fail
+        async with machine.restarting():
+            machine.kill("replica0")
+            await settle()
+            (failure,) = machine.failures
+            assert failure.given_up == "its restart failed: ValueError('not foreseen')"
+            assert machine.said[-1].startswith("replica0 is given up, because its restart failed")
+
+    run_virtually(play())

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fast.orchestration.runs import live, require_nothing_lost
 from tests.fast.routing.test_restarts import Machine
-from tests.support.replicas import handle, request, settle
+from tests.support.replicas import GatedReplica, handle, request, settle
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import ConfigError, ReplicaError
@@ -263,3 +263,24 @@ def test_whenever_a_run_has_1_then_3_then_1_replicas_nothing_is_lost(tmp_path, m
         )
         moved += sum("#" in name for name in simulation.requested)
     assert moved > 2
+
+
+def test_a_replica_that_is_lost_during_the_change_is_told():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        start, may_start = machine.start, asyncio.Event()
+
+        async def start_new_ones(lost: str, name: str) -> GatedReplica:
+            await (may_start if lost == name else asyncio.Event()).wait()
+            return await start(lost, name)
+
+        machine.start = start_new_ones
+        async with machine.restarting() as restarts:
+            scaling = asyncio.create_task(restarts.scale(3, names("replica2")))
+            await settle()
+            machine.kill("replica1")
+            may_start.set()
+            with pytest.raises(ReplicaError, match="lost meanwhile; the run has 2 replicas"):
+                await scaling
+
+    run_virtually(play())
