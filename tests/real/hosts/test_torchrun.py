@@ -68,7 +68,8 @@ def test_a_signal_writes_a_checkpoint_and_the_same_command_resumes(nodes, tmp_pa
 
 @pytest.mark.soak
 def test_torchrun_restarts_a_run_that_failed_and_it_resumes(nodes, tmp_path) -> None:
-    run = nodes("--num-steps", "4", "--checkpoint.every", "1", torchrun=("--max-restarts=1",))
+    options = ("--num-steps", "4", "--checkpoint.every", "1", "--trainer.max-restarts", "0")
+    run = nodes(*options, torchrun=("--max-restarts=1",))
     wait_until(lambda: len(read_metrics(tmp_path / "run")) > 1, "a step")
     wait_until(lambda: any((tmp_path / "run" / "checkpoints").glob("step-??????")), "a checkpoint")
     for process in run.processes():

@@ -41,9 +41,9 @@ def workers(root: Path) -> Iterator[list[str]]:
         yield [address for address, _ in running]
         for _, worker in running:
             worker.wait_until(partial(has_no_actors, worker), "the end of what runs there")
-        for number, (_, worker) in zip((SIGTERM, SIGINT), running, strict=True):
+        for number, code, (_, worker) in zip((SIGTERM, SIGINT), (0, 130), running, strict=True):
             worker.process.send_signal(number)
-            assert worker.wait(30) == 128 + number
+            assert worker.wait(30) == code
             assert worker.left_behind(10) == []
 
 
