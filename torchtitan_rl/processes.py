@@ -28,6 +28,7 @@ from torchtitan_rl.shim import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 MARK_VARIABLE = "TORCHTITAN_RL_MARK"  # by which the processes of one start are found
 
 _POLL_S = 0.05
+_KILLED_S = 5.0  # for a killed process to be gone
 
 LOOK_S = 0.25
 """Seconds between two looks whether processes are alive."""
@@ -38,10 +39,17 @@ itself does not count."""
 
 class Processes:
     """Running processes, given by their pids; each may lead a process group. A later process that
-    reuses a pid is never killed. Stopped processes (SIGSTOP) are killed too."""
+    reuses a pid is never killed. Stopped processes (SIGSTOP) are killed too. Raises
+    ProcessEndedError: one has ended before this call."""
 
     def __init__(self, pids: Iterable[int]) -> None:
-        self._handles = {pid: os.pidfd_open(pid) for pid in pids}
+        self._handles: dict[int, int] = {}
+        for pid in pids:
+            try:
+                self._handles[pid] = os.pidfd_open(pid)
+            except ProcessLookupError as error:
+                self._close()
+                raise ProcessEndedError(f"process {pid} has ended") from error
 
     @property
     def are_lost(self) -> bool:
@@ -80,11 +88,14 @@ class Processes:
         if not await self._have_exited(timeout_s):
             killed = self._alive()
             self._kill(killed)
-            await self._have_exited(timeout_s)
+            await self._have_exited(_KILLED_S)
+        self._close()
+        return killed
+
+    def _close(self) -> None:
         for handle in self._handles.values():
             os.close(handle)
         self._handles.clear()
-        return killed
 
     def _alive(self) -> list[int]:
         return [pid for pid, handle in self._handles.items() if not _has_exited(handle)]
@@ -108,11 +119,16 @@ class Processes:
 
 async def hold_children(parent: int, mark: str, number: int) -> Processes:
     """Wait until the process ``parent`` has at least ``number`` children with ``mark`` as their
-    environment's `MARK_VARIABLE`, and return these."""
+    environment's `MARK_VARIABLE`, and return these. Raises ProcessEndedError: one has just
+    ended."""
     wanted = f"{MARK_VARIABLE}={mark}".encode()
-    while True:
+
+    def find() -> list[int]:
         children = psutil.Process(parent).children()
-        pids = [one.pid for one in children if wanted in _environment_of(one.pid)]
+        return [one.pid for one in children if wanted in _environment_of(one.pid)]
+
+    while True:
+        pids = await asyncio.to_thread(find)  # it looks at all processes of the machine
         if len(pids) >= number:
             return Processes(pids)
         await asyncio.sleep(_POLL_S)

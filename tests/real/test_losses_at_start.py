@@ -13,6 +13,7 @@ import pytest
 
 from tests.real.models import tiny_model
 from tests.real.router_scenario import spawn
+from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.backends.monarch.runtime import spawn_processes, supervise
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import ProcessLostError, ProcessStoppedError
@@ -62,6 +63,25 @@ def test_a_process_that_is_lost_before_it_answers_is_seen_and_nothing_is_left(
         with pytest.raises(error, match="replica0"):
             await lose(work, others, number, after_s)
         assert meshes() == others
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("after_s", [0.001, 0.5])
+def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path, after_s: float) -> None:
+    group = ProcessGroup(name="replica0", ranks=4, threads=1)
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(2)")
+
+    async def check() -> None:
+        supervise()
+        others = meshes()
+        slow = {"PYTHONPATH": str(tmp_path)}
+        work = asyncio.ensure_future(spawn_processes(group, log_dir=tmp_path, environment=slow))
+        await asyncio.sleep(after_s)
+        await cancel_all([work])
+        for _ in range(20):
+            assert meshes() == others
+            await asyncio.sleep(0.1)
 
     asyncio.run(check())
 

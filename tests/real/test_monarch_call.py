@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torchtitan_rl.backends.monarch.runtime import call, first_line
-from torchtitan_rl.errors import DeadlineError
+from torchtitan_rl.errors import DeadlineError, ProcessLostError
 
 
 @pytest.mark.parametrize("timeout_s", [None, 60.0])
@@ -25,6 +25,15 @@ def test_a_call_whose_own_transport_times_out_is_a_deadline_error_with_or_withou
 def test_a_call_past_its_deadline_says_so() -> None:
     with pytest.raises(DeadlineError, match=r"news of r did not end within 0.01 s"):
         asyncio.run(call(asyncio.sleep(60), what="news of r", timeout_s=0.01))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_an_actor_that_monarch_could_not_start_counts_as_lost(error: type[Exception]) -> None:
+    async def fails() -> Any:
+        raise error("error spawning actor mesh\n" + "statuses " * 100)
+
+    with pytest.raises(ProcessLostError, match=r"start of r failed: error spawning actor mesh$"):
+        asyncio.run(call(fails(), what="start of r"))
 
 
 def test_an_error_without_words_has_a_first_line() -> None:

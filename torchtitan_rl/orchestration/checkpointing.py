@@ -184,14 +184,14 @@ class RunCheckpointer:
                         self._parts.journal.append(recorded, 0)
             except (OutputError, JournalError) as error:
                 raise CheckpointError(f"checkpoint {step}: {error}") from error
-            await self._parts.trainer.save_checkpoint(
-                self._parts.checkpoints.path(step),
-                {
-                    POSITION: to_bytes(self._position(mark)),
-                    GROUPS: to_bytes(self._groups(partials)),
-                },
-                version=state.version,
-            )
+            attachments = {
+                POSITION: to_bytes(self._position(mark)),
+                GROUPS: to_bytes(self._groups(partials)),
+            }
+            with state.waits.track(f"the trainer copies its state for checkpoint {step}"):
+                await self._parts.trainer.save_checkpoint(
+                    self._parts.checkpoints.path(step), attachments, version=state.version
+                )
         return moment
 
     def _position(self, journal_mark: int) -> RunPosition:

@@ -4,7 +4,7 @@ Also decides who uses devices that the trainer and the replicas share.
 | mode | replicas during a step | after the step |
 |---|---|---|
 | ``continue`` | keep running | they pull the new weights |
-| ``pause`` | requests are interrupted, engines are empty | requests go on under the new weights |
+| ``pause`` | requests are interrupted | requests go on, in general under the new weights |
 | ``sleep`` | like ``pause``, and replicas free the devices | the trainer offloads, they wake up |
 
 ``pause`` and ``continue`` are ``schedule.during_training``; on shared devices, replicas ``sleep``.
@@ -144,7 +144,6 @@ class WeightDelivery:
         self._release(finished)
 
     async def _evaluate(self, step: int, version: int) -> None:
-        # A replica that takes the place of a lost one joins only while replicas are not paused.
         async with background(self.devices.resume_when_released()):
             await self.evaluator.start(step, version)
 
@@ -187,7 +186,7 @@ class DeviceSharing:
         self._switching = asyncio.Lock()
         self._trainer_is_loaded = False
         self._is_released = True
-        self.engines_are_empty = False  # no request runs, and none will before the next weights
+        self.engines_are_empty = False  # no request runs, and none will before a resume
         self._switch_s = 0.0
 
     @property
@@ -251,14 +250,15 @@ class DeviceSharing:
         )
 
     async def resume_when_released(self) -> None:
-        """With ``pause``: let the replicas' requests continue whenever the trainer is done. Runs
-        until it is cancelled."""
-
-        def may_resume() -> bool:
-            return self._during_step == "pause" and self._is_released and self.engines_are_empty
-
-        while True:
-            await self._state.wait_until(may_resume, "paused replicas wait for the trainer")
+        """With ``pause``: whenever the trainer is done, let the replicas' requests continue under
+        the weights that they have. While an evaluation waits for a replica, no newer weights come,
+        and a replica that takes the place of a lost one joins only while replicas are not paused.
+        Runs until it is cancelled."""
+        while self._during_step == "pause":
+            await self._state.wait_until(
+                lambda: self._is_released and self.engines_are_empty,
+                "replicas wait for the trainer or for new weights",
+            )
             await uninterrupted(self._resume_if_released())
 
     @asynccontextmanager

@@ -40,7 +40,7 @@ PULL_FAILURES = (ReplicaError, WeightSyncError, DeadlineError, TimeoutError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
     """The state at the end of a weight sync. ``stage_s`` and ``pull_s`` are those of the slowest
-    replica. ``pulls`` may be empty if ``lagging`` or ``held`` is not empty."""
+    replica. ``pulls`` is empty if all replicas are lost, lag behind or are held."""
 
     version: int
     stage_s: float

@@ -155,7 +155,7 @@ class GeneratorProcesses:
         what = f"{self.name}: fetch of version {handle.version}"
 
         async def read(local: SharedMemoryHandle) -> None:
-            await call(self._ranks.stage.call(local), what=what)
+            await self._mesh.call(self._ranks.stage.call(local), what=what)
 
         await self._weights.read(handle, self._host, read)
 

@@ -44,6 +44,7 @@ from torchtitan_rl.backends.monarch.hosts import HeldProcesses, Host, Hosts, sta
 from torchtitan_rl.config.machine import host_name
 from torchtitan_rl.config.plan import KEEPS_MEMORY, ProcessGroup
 from torchtitan_rl.errors import DeadlineError, ProcessLostError, TorchtitanRLError
+from torchtitan_rl.generation.commands import copy_of
 from torchtitan_rl.launch.interfaces import take_port
 from torchtitan_rl.observability.trace import HOST_VARIABLE
 from torchtitan_rl.processes import MARK_VARIABLE, stay_on_cores
@@ -53,10 +54,11 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _STOP_TIMEOUT_S = 15.0  # for Monarch to end a mesh
+_LOST_STOP_S = 2.0  # for Monarch to forget a mesh whose processes were killed
 _EXIT_TIMEOUT_S = 5.0  # for the mesh's processes to exit
 _KILL_S = 0.1  # what did not start gets no time to end by itself
 _ASK_TIMEOUT_S = 60.0
-_NOT_STARTED = (RuntimeError, ValueError)  # Monarch's, for a process that ends while it starts
+_SPAWN_ERRORS = (RuntimeError, ValueError)  # Monarch's, for a process that ends while it starts
 _MAX_CAUSE = 300  # characters
 
 ACTOR_NAMES = ("generator", "trainer", "endpoint", "weights")  # the names of our meshes
@@ -144,7 +146,10 @@ class ProcessMesh:
 
     async def wait_until_lost(self) -> NoReturn:
         """See `Processes.wait_until_lost`."""
-        await asyncio.shield(self.watch)
+        await asyncio.wait([self.watch])
+        error = self.watch.exception()
+        assert isinstance(error, ProcessLostError)
+        raise copy_of(error)
 
     async def call(
         self, answer: Awaitable[Any], *, what: str, timeout_s: float | None = None
@@ -185,20 +190,25 @@ async def spawn_on_hosts(
     hosts = hosts or Hosts()
     places = [(part, hosts[part.host]) for part in group.on_each_host()]
     variables = dict(environment or {})
-    spawning = [_spawn(part, host, log_dir, variables) for part, host in places]
-    results = await asyncio.gather(*spawning, return_exceptions=True)
-    meshes = tuple(one for one in results if isinstance(one, ProcessMesh))
+    spawning = [
+        asyncio.ensure_future(_spawn(part, host, log_dir, variables)) for part, host in places
+    ]
     try:
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        meshes = tuple(await asyncio.gather(*spawning))  # raises the first error
         if group.ranks > 1:
             ip = "127.0.0.1" if len(places) == 1 else places[0][1].ip
             await _introduce(group, meshes, ip)
     except BaseException:
-        await asyncio.gather(*map(stop_processes, meshes))
+        await cancel_all(spawning)
+        await asyncio.gather(
+            *(stop_processes(one.result()) for one in spawning if _has_succeeded(one))
+        )
         raise
     return meshes
+
+
+def _has_succeeded(task: asyncio.Future[Any]) -> bool:
+    return not task.cancelled() and task.exception() is None
 
 
 async def _introduce(group: ProcessGroup, meshes: Sequence[ProcessMesh], ip: str) -> None:
@@ -229,42 +239,46 @@ async def _spawn(
     )
     actors: Any = mesh.spawn("process", _ProcessActor, group.first_rank)
     what = f"start of the processes of {group.name} on {host.name}"
-    answering = asyncio.ensure_future(_first_answer(actors, what))
-    answering.add_done_callback(retrieve)
-    holding = call(host.hold(mark, group.ranks), what=what, timeout_s=_ASK_TIMEOUT_S)
-    try:
-        processes = await first_of(holding, _failure_of(answering))
-    except BaseException:
-        with suppress(TorchtitanRLError):
-            left = await call(host.hold(mark, 0), what=what, timeout_s=_STOP_TIMEOUT_S)
-            await left.end(_KILL_S)
-        raise
-    watch = asyncio.ensure_future(processes.wait_until_lost(group.name))
-    watch.add_done_callback(retrieve)
-    started = ProcessMesh(
-        name=group.name, mesh=mesh, processes=processes, actors=actors, watch=watch
+    answering = asyncio.ensure_future(
+        call(actors.answer.call(), what=what, timeout_s=_ASK_TIMEOUT_S)
+    )
+    holding = asyncio.ensure_future(
+        call(host.hold(mark, group.ranks), what=what, timeout_s=_ASK_TIMEOUT_S)
     )
     try:
-        await started.call(answering, what=what)
+        await asyncio.wait({answering, holding}, return_when=asyncio.FIRST_COMPLETED)
+        if not holding.done():
+            answering.result()  # raises its error
+        processes = await holding
+        watch = asyncio.ensure_future(processes.wait_until_lost(group.name))
+        watch.add_done_callback(retrieve)
+        started = ProcessMesh(
+            name=group.name, mesh=mesh, processes=processes, actors=actors, watch=watch
+        )
+        await first_of(_result_of(answering), started.wait_until_lost())
     except BaseException:
-        await stop_processes(started)
+        await cancel_all([holding])
+        await _kill_all(host, mark, answering)
         raise
     return started
 
 
-async def _first_answer(actors: Any, what: str) -> None:
-    try:
-        await call(actors.answer.call(), what=what, timeout_s=_ASK_TIMEOUT_S)
-    except _NOT_STARTED as error:
-        raise ProcessLostError(
-            f"{what} failed: {shorten(first_line(error), _MAX_CAUSE)}"
-        ) from error
+async def _result_of(task: asyncio.Future[Any]) -> None:
+    await asyncio.shield(task)
 
 
-async def _failure_of(work: asyncio.Future[Any]) -> NoReturn:
-    await asyncio.shield(work)
-    await asyncio.Event().wait()
-    raise AssertionError
+async def _kill_all(host: Host, mark: str, answering: asyncio.Future[Any]) -> None:
+    """Kill the processes of a mesh that does not start as a whole. Monarch may still start some of
+    them until the first call of the mesh, ``answering``, has ended."""
+    answering.add_done_callback(retrieve)
+    with suppress(TorchtitanRLError, TimeoutError):
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            is_last = False
+            while not is_last:
+                await asyncio.wait([answering], timeout=_KILL_S)
+                is_last = answering.done()
+                left = await call(host.hold(mark, 0), what="end of what has started")
+                await left.end(_KILL_S)
 
 
 def _prepare_process(log_file: str, first_rank: int, cores: tuple[int, ...]) -> None:
@@ -303,6 +317,9 @@ async def call(awaitable: Awaitable[_T], *, what: str, timeout_s: float | None =
         raise ProcessLostError(f"{what} failed: {error}") from error
     except SupervisionError as error:
         raise ProcessLostError(f"{what}: {error}") from error
+    except _SPAWN_ERRORS as error:
+        cause = shorten(first_line(error), _MAX_CAUSE)
+        raise ProcessLostError(f"{what} failed: {cause}") from error
 
 
 class ActorThread:
@@ -327,23 +344,27 @@ async def all_of(*work: Coroutine[Any, Any, None]) -> None:
 
 
 async def stop_processes(mesh: ProcessMesh) -> None:
-    """End a mesh's processes, and kill those that do not end by themselves. Problems are a warning
-    of one line. On a lost host, its worker ends the processes when heartbeats stop."""
+    """End a mesh's processes, and kill those that do not end by themselves. If one of them is lost,
+    the others are killed at once. Problems are a warning of one line. On a lost host, its worker
+    ends the processes when heartbeats stop."""
     if mesh.processes.are_lost:
         return
-    complaint = ""
+    complaint, limit_s = "", _STOP_TIMEOUT_S
+    if is_lost := mesh.watch.done():
+        await mesh.processes.end(_KILL_S)
+        limit_s = _LOST_STOP_S
     try:
-        async with asyncio.timeout(_STOP_TIMEOUT_S):
+        async with asyncio.timeout(limit_s):
             await mesh.mesh.stop()
     except TimeoutError:
-        complaint = f"no end within {_STOP_TIMEOUT_S:.0f} s"
-    except (SupervisionError, *_NOT_STARTED) as error:
+        complaint = f"no end within {limit_s:.0f} s"
+    except _SPAWN_ERRORS as error:
         complaint = shorten(first_line(error), _MAX_CAUSE)
     if mesh.processes.are_lost:
         return  # lost in the meantime
     if killed := await mesh.processes.end(_EXIT_TIMEOUT_S):
         complaint = f"processes {killed} were killed, for they did not end by themselves"
-    if complaint:
+    if complaint and not is_lost:
         logger.warning("%s did not stop in order: %s", mesh.name, complaint)
 
 

@@ -114,7 +114,8 @@ class WeightReplicator:
         await self.start()
         offer = self._actor.offer.call_one(version)
         what = f"{self._spec.name}: offer of {version}"
-        return await call(offer, what=what, timeout_s=self._timeout_s)
+        assert self._mesh is not None
+        return await self._mesh.call(offer, what=what, timeout_s=self._timeout_s)
 
     async def close(self) -> None:
         if self._actor is not None:
