@@ -47,15 +47,17 @@ from torchtitan_rl.errors import DeadlineError, ProcessLostError, TorchtitanRLEr
 from torchtitan_rl.generation.commands import copy_of
 from torchtitan_rl.launch.interfaces import take_port
 from torchtitan_rl.observability.trace import HOST_VARIABLE
-from torchtitan_rl.processes import MARK_VARIABLE, stay_on_cores
+from torchtitan_rl.processes import LOOK_S, MARK_VARIABLE, stay_on_cores
 
 logger = logging.getLogger(__name__)
+_monarch_logger = logging.getLogger("monarch")  # whose messages do not reach the console
 
 _T = TypeVar("_T")
 
 _STOP_TIMEOUT_S = 15.0  # for Monarch to end a mesh
 _LOST_STOP_S = 2.0  # for Monarch to forget a mesh whose processes were killed
 _EXIT_TIMEOUT_S = 5.0  # for the mesh's processes to exit
+_NEXT_LOOK_S = 2 * LOOK_S
 _KILL_S = 0.1  # what did not start gets no time to end by itself
 _ASK_TIMEOUT_S = 60.0
 _SPAWN_ERRORS = (RuntimeError, ValueError)  # Monarch's, for a process that ends while it starts
@@ -74,7 +76,7 @@ def supervise() -> None:
 def _note_fault(failure: Any) -> None:
     # Each mesh also has Monarch's own actors, whose failures would repeat the same message.
     if failure.mesh_name.startswith(ACTOR_NAMES):
-        logger.warning("a process is lost: %s", failure)
+        _monarch_logger.warning("a process is lost: %s", failure)
 
 
 def process_environment(group: ProcessGroup) -> dict[str, str]:
@@ -154,9 +156,17 @@ class ProcessMesh:
     async def call(
         self, answer: Awaitable[Any], *, what: str, timeout_s: float | None = None
     ) -> Any:
-        """As `runtime.call`; a process that ends or is stopped also ends the call."""
+        """As `runtime.call`; a process that ends or is stopped also ends the call, with the error
+        of `wait_until_lost`."""
         calling = call(answer, what=what, timeout_s=timeout_s)
-        return await first_of(calling, self.wait_until_lost())
+        try:
+            return await first_of(calling, self.wait_until_lost())
+        except ProcessLostError:
+            # Monarch may have noticed it first, and cannot tell what happened.
+            await asyncio.wait([self.watch], timeout=_NEXT_LOOK_S)
+            if self.watch.done():
+                await self.wait_until_lost()
+            raise
 
 
 async def spawn_processes(
@@ -415,8 +425,8 @@ class ActorChannel(Generic[ToActor, FromActor]):
         """Connect to the actor, whose endpoint ``serve`` calls `serve_channel`. Raises as
         `receive`."""
         port, self._receiver = Channel[Any].open()
-        serving = call(serve(port), what=f"{self._name}: channel")
-        self._serving = asyncio.ensure_future(first_of(serving, self._mesh.wait_until_lost()))
+        serving = self._mesh.call(serve(port), what=f"{self._name}: channel")
+        self._serving = asyncio.ensure_future(serving)
         self._serving.add_done_callback(retrieve)  # `receive` raises its error
         self._port: Port[ToActor] = await self._next(timeout_s)
 

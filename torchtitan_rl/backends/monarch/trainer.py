@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan_rl.aio import cancel_all, first_of, retrieve
+from torchtitan_rl.aio import cancel_all, retrieve
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import (
     ActorThread,
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 60.0
 _LAST_WRITE_TIMEOUT_S = 300.0
+_CAUSE_S = 1.0
 
 
 class TrainerActor(Actor):
@@ -193,7 +194,7 @@ class MonarchTrainer:
 
     async def _watch(self, part: Any, mesh: ProcessMesh) -> None:
         try:
-            await first_of(call(part.stay.call(), what="trainer"), mesh.wait_until_lost())
+            await mesh.call(part.stay.call(), what="trainer")
         except (ProcessLostError, DeadlineError) as error:
             self.lose(error)
 
@@ -221,6 +222,9 @@ class MonarchTrainer:
                 raise TrainerLostError(str(cause)) from cause
             return calling.result()
         except ProcessLostError as error:
-            raise TrainerLostError(str(error)) from error
+            # Monarch may have noticed it first; `_watch` knows what happened.
+            await asyncio.wait([self._lost], timeout=_CAUSE_S)
+            cause = self._lost.result() if self._lost.done() else error
+            raise TrainerLostError(str(cause)) from cause
         finally:
             calling.cancel()

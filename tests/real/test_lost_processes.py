@@ -1,4 +1,4 @@
-"""Processes that are killed or stopped (SIGSTOP) while they start."""
+"""Processes that are killed or stopped (SIGSTOP), most of them while they start."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from tests.real.models import tiny_model
 from tests.real.router_scenario import spawn
 from torchtitan_rl.aio import cancel_all
-from torchtitan_rl.backends.monarch.runtime import spawn_processes, supervise
+from torchtitan_rl.backends.monarch.runtime import spawn_processes, stop_processes, supervise
 from torchtitan_rl.config.plan import ProcessGroup
-from torchtitan_rl.errors import ProcessLostError, ProcessStoppedError
+from torchtitan_rl.errors import ProcessEndedError, ProcessLostError, ProcessStoppedError
 from torchtitan_rl.processes import MARK_VARIABLE
 
 LIMIT_S = 30.0  # Monarch alone sees a stopped process after 40 s
@@ -101,6 +101,28 @@ def test_a_replica_that_is_stopped_while_it_builds_its_engine_is_seen_and_ended(
             await lose(starting, others, signal.SIGSTOP, after_s=0.0)
         async with asyncio.timeout(LIMIT_S):
             await replica.close()
+        assert meshes() == others
+
+    asyncio.run(check())
+
+
+def test_a_call_ends_with_what_the_kernel_says_of_the_process_even_if_monarch_is_quicker(
+    tmp_path: Path,
+) -> None:
+    group = ProcessGroup(name="trainer", ranks=1, threads=1)
+
+    async def check() -> None:
+        supervise()
+        others = meshes()
+        mesh = await spawn_processes(group, log_dir=tmp_path)
+
+        async def quicker() -> None:
+            os.kill(min(meshes() - others), signal.SIGKILL)
+            raise RuntimeError("the actor has failed")
+
+        with pytest.raises(ProcessEndedError, match=r"trainer: process \d+ has ended"):
+            await mesh.call(quicker(), what="step")
+        await stop_processes(mesh)
         assert meshes() == others
 
     asyncio.run(check())
