@@ -210,22 +210,17 @@ async def spawn_on_hosts(
             await _introduce(group, meshes, ip)
     except BaseException:
         await cancel_all(spawning)
-        await asyncio.gather(
-            *(stop_processes(one.result()) for one in spawning if _has_succeeded(one))
-        )
+        started = [one for one in spawning if not one.cancelled() and one.exception() is None]
+        await asyncio.gather(*(stop_processes(one.result()) for one in started))
         raise
     return meshes
-
-
-def _has_succeeded(task: asyncio.Future[Any]) -> bool:
-    return not task.cancelled() and task.exception() is None
 
 
 async def _introduce(group: ProcessGroup, meshes: Sequence[ProcessMesh], ip: str) -> None:
     what = f"start of the processes of {group.name}"
     first = meshes[0].actors.slice(ranks=0)
-    asking = first.take_port.call_one(ip)
-    port = await meshes[0].call(asking, what=what, timeout_s=_ASK_TIMEOUT_S)
+    taking = first.take_port.call_one(ip)
+    port = await meshes[0].call(taking, what=what, timeout_s=_ASK_TIMEOUT_S)
     for mesh in meshes:
         joining = mesh.actors.join.call(ip, port, group.ranks)
         await mesh.call(joining, what=what, timeout_s=_ASK_TIMEOUT_S)
@@ -241,9 +236,9 @@ async def _spawn(
         bootstrap=functools.partial(_prepare_process, log_file, group.first_rank, group.cores),
         name=group.name,
         bootstrap_command=start_command(
-            process_environment(group)
+            {MARK_VARIABLE: mark}
+            | process_environment(group)
             | _host_environment(host)
-            | {MARK_VARIABLE: mark}
             | dict(environment)
         ),
     )
@@ -265,16 +260,12 @@ async def _spawn(
         started = ProcessMesh(
             name=group.name, mesh=mesh, processes=processes, actors=actors, watch=watch
         )
-        await first_of(_result_of(answering), started.wait_until_lost())
+        await started.call(answering, what=what)
     except BaseException:
         await cancel_all([holding])
         await _kill_all(host, mark, answering)
         raise
     return started
-
-
-async def _result_of(task: asyncio.Future[Any]) -> None:
-    await asyncio.shield(task)
 
 
 async def _kill_all(host: Host, mark: str, answering: asyncio.Future[Any]) -> None:
