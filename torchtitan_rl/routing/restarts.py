@@ -14,7 +14,6 @@ new replica if no other is left.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -22,12 +21,16 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from torchtitan_rl.aio import cancel_all, loop_s
-from torchtitan_rl.errors import ConfigError, HostLeftError, ReplicaError, TorchtitanRLError
+from torchtitan_rl.errors import (
+    ConfigError,
+    HostLeftError,
+    ReplicaError,
+    TorchtitanRLError,
+    one_line,
+)
 from torchtitan_rl.failures import Failure, Part
 from torchtitan_rl.routing.replicas import Replica
 from torchtitan_rl.routing.router import GeneratorRouter
-
-logger = logging.getLogger(__name__)
 
 EXPECTED_S = 300.0
 SETTLED_S = 600.0
@@ -236,12 +239,7 @@ class ReplicaRestarts:
         with expectation:
             if self.is_alone is None or await self.is_alone(lost.name):
                 self.say(f"{lost.name} is lost and is started again: {failure.cause}")
-            try:
-                failure = await self._until_serving(lost, failure)
-            except Exception as error:
-                logger.exception("the restart of %s failed", lost.name)
-                self.say(f"{lost.name} is given up, because its restart failed: {error!r}")
-                failure = failure.ended(f"its restart failed: {error!r}")
+            failure = await self._until_serving(lost, failure)
         await self._report(failure)
 
     async def _report(self, failure: Failure) -> None:
@@ -264,12 +262,13 @@ class ReplicaRestarts:
                     replica = await self.start(last, name)
                     failure = failure.restarted(name, now_s=loop_s())
                     shown = await self._join(replica, is_reserved=first in self.reserved)
-            except (TorchtitanRLError, OSError) as error:
+            except Exception as error:  # also one that nobody foresaw
+                why = str(error) if isinstance(error, TorchtitanRLError) else one_line(error)
                 self._num_quick[first] += 1
                 if self._num_quick[first] > self.max_restarts:
-                    self.say(f"{first} is given up: {error}")
-                    return failure.ended(f"{error}")
-                self.say(f"{name} did not start, which is tried again: {error}")
+                    self.say(f"{first} is given up: {why}")
+                    return failure.ended(why)
+                self.say(f"{name} did not start, which is tried again: {why}")
                 last = name
             else:
                 self._begun_s[name] = loop_s()
