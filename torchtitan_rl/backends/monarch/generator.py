@@ -160,7 +160,9 @@ class GeneratorProcesses:
         await self._weights.read(handle, self._host, read)
 
     async def close_loop(self, *, is_lost: bool) -> None:
-        timeout_s = _LOST_CLOSE_S if is_lost or not self._has_started else _CLOSE_S
+        if not self._has_started:
+            return
+        timeout_s = _LOST_CLOSE_S if is_lost else _CLOSE_S
         # `close` ends the processes in any case.
         with contextlib.suppress(ProcessLostError, DeadlineError, WeightSyncError):
             await call(self._ranks.close.call(), what=f"close of {self.name}", timeout_s=timeout_s)
