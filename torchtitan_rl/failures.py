@@ -20,6 +20,14 @@ from torchtitan_rl.errors import (
     ProcessStoppedError,
 )
 
+_FIRST_DELAY_S, _MAX_DELAY_S = 5.0, 320.0
+
+
+def delay_s(num_failed: int) -> float:
+    """Return the seconds from the ``num_failed``-th start in a row that failed to the next one:
+    they double."""
+    return min(_FIRST_DELAY_S * 2.0 ** (num_failed - 1), _MAX_DELAY_S)
+
 
 class Part(StrEnum):
     """The kind of what was lost."""

@@ -31,6 +31,7 @@ _ONCE_FAILED = [
 # wrong rows or references, and where the references cannot be written.
 _RESTARTS = [7, 35, 43, 56]
 _RESTARTS += [50010512, 50060007]  # a pause waited for a replica that waited for its end
+_RESTARTS += [51000454]  # an evaluation that was repeated, and killed before its row was written
 _ELASTIC = [*range(5), 5217]  # a probe that was cancelled while it was aborted
 _AGENTS = [0, 13]  # 0 fails where repeated requests are run again
 _CONVERSATIONS = [*range(4, 14), 27]

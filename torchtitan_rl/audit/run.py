@@ -217,7 +217,7 @@ def check_log(lines: Iterable[Line], promises: Promises, metrics: MetricsRules) 
     # Rollouts may be of later steps than the last row: those of a step are logged before its row is
     # written, and rows are dropped before their rollouts.
     newest = last_step + 1 if promises.num_steps is None else promises.num_steps
-    for (at, split), grouped in groupby(lines, key=lambda one: (one.row["step"], one.row["split"])):
+    for (at, split, _), grouped in groupby(lines, key=_batch_of):
         batch, is_train = list(grouped), split == "train"
         where = batch[0].where
         if is_train:
@@ -249,6 +249,10 @@ def check_log(lines: Iterable[Line], promises: Promises, metrics: MetricsRules) 
     return [ids, tokens, endings, written]
 
 
+def _batch_of(line: Line) -> tuple[int, str, int]:
+    return line.row["step"], line.row["split"], line.life
+
+
 def _repeated(batch: Sequence[Line], seen: set[tuple[int, int, str]]) -> Errors:
     for line in batch:
         key = line.row["step"], line.life, f"{line.row['split']} {line.row['rollout_id']}"
@@ -259,8 +263,6 @@ def _repeated(batch: Sequence[Line], seen: set[tuple[int, int, str]]) -> Errors:
 
 def _differing(batch: Sequence[Line], split: str, said: Mapping[str, float]) -> str:
     """Describe how rollouts differ from ``said``, the `logged_metrics` in the row of their step."""
-    lives = {line.life for line in batch}
-    batch = [line for line in batch if line.life == max(lives)]
     now = logged_metrics(split, [line.row for line in batch], [line.data for line in batch])
     return ", ".join(
         f"{name.rpartition('/')[2]} {now[name]:.17g} and not {said.get(name)}"

@@ -14,6 +14,7 @@ new replica if no other is left.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -28,14 +29,13 @@ from torchtitan_rl.errors import (
     TorchtitanRLError,
     one_line,
 )
-from torchtitan_rl.failures import Failure, Part
+from torchtitan_rl.failures import Failure, Part, delay_s
 from torchtitan_rl.routing.replicas import Replica
 from torchtitan_rl.routing.router import GeneratorRouter
 
 EXPECTED_S = 300.0
 SETTLED_S = 600.0
 """A replica that served for at least this time was not lost soon after its start."""
-_DELAY_S = 5.0  # between two attempts to start a replica
 _CLOSE_S = 60.0
 
 _RESTARTED = re.compile(r"(?P<first>.+)-\d+")
@@ -254,7 +254,7 @@ class ReplicaRestarts:
         first = first_name(lost.name)
         await _close(lost)
         last = lost.name  # the replica that was lost, or did not come to serve
-        while True:
+        for num_failed in itertools.count(1):
             self._num_starts[first] = self._num_starts.get(first, 1) + 1
             name = f"{first}-{self._num_starts[first]}"
             try:
@@ -274,7 +274,8 @@ class ReplicaRestarts:
                 self._begun_s[name] = loop_s()
                 self.say(f"{name} takes the place of {lost.name}: {shown}")
                 return failure.serving(now_s=loop_s(), detail=shown)
-            await asyncio.sleep(_DELAY_S)
+            await asyncio.sleep(delay_s(num_failed))
+        raise AssertionError
 
     async def _join(self, replica: Replica, *, is_reserved: bool) -> str:
         self._joining.add(replica.name)

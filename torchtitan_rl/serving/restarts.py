@@ -11,11 +11,9 @@ from typing import Protocol
 
 from torchtitan_rl.aio import loop_s
 from torchtitan_rl.errors import EndpointLostError, TorchtitanRLError
-from torchtitan_rl.failures import Failure, Part
+from torchtitan_rl.failures import Failure, Part, delay_s
 from torchtitan_rl.routing.restarts import SETTLED_S
 from torchtitan_rl.serving.link import ToController, ToEndpoint
-
-_DELAY_S = 5.0  # between two attempts to start it
 
 
 class Endpoint(Protocol):
@@ -67,6 +65,7 @@ class EndpointRestarts:
         if loop_s() - self._begun_s >= SETTLED_S:
             self._num_quick = 0
         cause: Exception = error
+        num_failed = 0
         while self._num_quick < self.max_restarts:
             self._num_quick += 1
             self.say(f"{endpoint.name} is lost and is started again: {cause}")
@@ -76,8 +75,8 @@ class EndpointRestarts:
                     failure = failure.restarted(endpoint.name, now_s=loop_s())
                     await endpoint.start()
                 except (TorchtitanRLError, OSError) as another:
-                    cause = another
-                    await asyncio.sleep(_DELAY_S)
+                    cause, num_failed = another, num_failed + 1
+                    await asyncio.sleep(delay_s(num_failed))
                     continue
             except asyncio.CancelledError:
                 self.on_failure(failure.ended("the run ended first"))
