@@ -7,12 +7,13 @@ Exit codes: 0 nothing wrong was found; 1 something was found; 2 there is no run.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torchtitan_rl.bounds import is_line
 from torchtitan_rl.config.resume import read_run_identity
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.lease import lock_errors
 from torchtitan_rl.observability.explain import (
     MIN_STEPS,
     RunFacts,
@@ -35,8 +36,9 @@ def main(words: Sequence[str]) -> int:
         return 0
     if len(words) != 1 or words[0].startswith("-"):
         raise ConfigError(f"RUN_DIR: give the folder of one run; {_USAGE}")
-    facts = read_facts(Path(words[0]))
-    for line in [*summarize(facts), *summarize_failures(read_failures(Path(words[0])))]:
+    run_dir = Path(words[0])
+    facts = read_facts(run_dir)
+    for line in [*_state(run_dir, facts), *summarize(facts), *summarize_failures(facts.failures)]:
         print(line)
     found = diagnose(facts)
     for diagnosis in found:
@@ -66,7 +68,17 @@ def read_facts(run_dir: Path) -> RunFacts:
         evaluations=[row for _, row in sorted(by_kind[RowKind.EVALUATION].items())],
         fields=read_run_identity(run_dir) or {},
         token_s=token_s,
+        failures=read_failures(run_dir),
     )
+
+
+def _state(run_dir: Path, facts: RunFacts) -> Iterator[str]:
+    last, number = facts.steps[-1]["step"] if facts.steps else 0, facts.fields.get("num_steps")
+    if isinstance(number, int) and last < number and not lock_errors(run_dir):
+        yield (
+            f"not running on this machine: ended after step {last} of {number}; "
+            "--checkpoint.resume continues it"
+        )
 
 
 def _token_s(path: Path, after_step: int) -> dict[str, dict[int, float]]:

@@ -15,6 +15,7 @@ from enum import StrEnum
 from statistics import fmean, median, stdev
 from typing import Any
 
+from torchtitan_rl.failures import Part
 from torchtitan_rl.observability.engine import (
     GENERATOR_IDLE,
     SHARES_CORES,
@@ -41,6 +42,7 @@ class Cause(StrEnum):
     """What may be wrong with a run."""
 
     FAILED_ROLLOUTS = "failed rollouts"
+    GIVEN_UP = "replicas were given up"
     LEARNING_RATE = "learning rate too high"
     TEMPERATURE = "sampling temperature"
     ZERO_VARIANCE = "groups without variance"
@@ -71,14 +73,16 @@ class Diagnosis:
 class RunFacts:
     """What is read of a run.
 
-    ``steps`` and ``evaluations`` are rows of ``metrics.jsonl``. ``fields`` is the configuration by
-    name. ``token_s`` has the seconds per token, by replica and step (`median_by_step`).
+    ``steps`` and ``evaluations`` are rows of ``metrics.jsonl``, ``failures`` of ``failures.jsonl``.
+    ``fields`` is the configuration by name. ``token_s`` has the seconds per token, by replica and
+    step (`median_by_step`).
     """
 
     steps: Sequence[Mapping[str, Any]]
     evaluations: Sequence[Mapping[str, Any]] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
     token_s: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    failures: Sequence[Mapping[str, Any]] = ()
 
     @property
     def shares_cores(self) -> bool:
@@ -234,6 +238,19 @@ def _failed_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
             cause=Cause.FAILED_ROLLOUTS,
             what=f"{share:.0%} of the rollouts failed, most of them with {worst}",
             fix="read the field cause in rollouts.jsonl; failed rollouts are not trained on",
+        )
+
+
+def _given_up(facts: RunFacts) -> Iterator[Diagnosis]:
+    numbers = _values(facts.steps, "engine/replicas")
+    given_up = any(
+        row.get("part") == Part.REPLICA and row.get("given_up") for row in facts.failures
+    )
+    if given_up and numbers[-1:] < [max(numbers, default=0.0)]:
+        yield Diagnosis(
+            cause=Cause.GIVEN_UP,
+            what=f"the run has {numbers[-1]:.0f} of {max(numbers):.0f} replicas",
+            fix="add others with `torchtitan-rl scale`; a resumed run has all of them again",
         )
 
 
@@ -427,7 +444,7 @@ def _overlapping(facts: RunFacts) -> Iterator[Diagnosis]:
 
 
 _LEARNING = (
-    *(_failed_rollouts, _learning_rate, _temperature, _zero_variance),
+    *(_failed_rollouts, _given_up, _learning_rate, _temperature, _zero_variance),
     *(_length_collapse, _cut_answers, _mismatch),
 )
 _SPEED = (_slow_rollouts, _slow_replica, _overlapping)

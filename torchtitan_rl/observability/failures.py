@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -85,16 +85,16 @@ def number_in(row: Row) -> int:
     return int(sum(row.get(f"failures/{part}/number", 0) for part in Part))
 
 
-def summarize_failures(rows: Sequence[Row]) -> list[str]:
+def summarize_failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A sentence for each kind of part that was lost: how often, the median and the largest of its
     seconds, and what was done again."""
-    by_part: dict[str, list[Row]] = defaultdict(list)
+    by_part: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         by_part[str(row.get("part"))].append(row)
     return [_summarize(part, of_part) for part, of_part in by_part.items()]
 
 
-def _summarize(part: str, rows: Sequence[Row]) -> str:
+def _summarize(part: str, rows: Sequence[Mapping[str, Any]]) -> str:
     signs = Counter(str(row.get("sign")) for row in rows)
     seen = ", ".join(f"{number} {sign}" for sign, number in signs.items())
     parts = [f"{part} lost {len(rows)} times ({seen})"]
@@ -109,6 +109,6 @@ def _summarize(part: str, rows: Sequence[Row]) -> str:
     return ", ".join(parts)
 
 
-def _numbers(rows: Sequence[Row], name: str) -> list[float]:
+def _numbers(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     values: list[Any] = [row.get(name) for row in rows]
     return [float(one) for one in values if isinstance(one, int | float)]

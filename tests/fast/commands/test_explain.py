@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from torchtitan_rl.commands.cli import main
+from torchtitan_rl.launch.lease import hold_run
 
 STEP = {"kind": "step", "time/step_s": 1.0, "train/reward_mean": 0.5, "trainer/entropy": 1.0}
 TURN = {
@@ -88,3 +89,16 @@ def test_what_is_written_while_it_reads_does_not_stop_it(tmp_path: Path, capsys)
         file.write('{"kind":"step","st')
     assert main(["explain", str(tmp_path)]) == 0
     assert "training: reward 0.500" in capsys.readouterr().out
+
+
+def test_a_run_that_was_killed_is_told_from_one_that_is_done(tmp_path: Path, capsys) -> None:
+    rows = [{**STEP, "step": step} for step in range(1, 8)]
+    said = explain(tmp_path / "killed", capsys, rows=rows, identity={"num_steps": 20})
+    assert said.startswith("not running on this machine: ended after step 7 of 20;")
+    assert "not running" not in explain(
+        tmp_path / "done", capsys, rows=rows, identity={"num_steps": 7}
+    )
+    with hold_run(tmp_path / "live"):
+        assert "not running" not in explain(
+            tmp_path / "live", capsys, rows=rows, identity={"num_steps": 20}
+        )

@@ -182,3 +182,23 @@ def test_evaluations_are_compared_by_their_intervals() -> None:
     assert "it learns" in said(evaluation(0, 0.2, 0.3), evaluation(30, 0.6, 0.7))
     assert "it gets worse" in said(evaluation(0, 0.6, 0.7), evaluation(30, 0.2, 0.3))
     assert "no difference yet" in said(evaluation(0, 0.2, 0.4), evaluation(30, 0.3, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("replicas_at_the_end", "given_up", "is_found"),
+    [
+        (1.0, "after 2 restarts in a row", True),
+        (2.0, "after 2 restarts in a row", False),
+        (1.0, None, False),
+    ],
+)
+def test_a_replica_that_was_given_up_is_found_unless_another_was_added(
+    replicas_at_the_end: float, given_up: str | None, is_found: bool
+) -> None:
+    run = facts(
+        lambda step: {"engine__replicas": 2.0 if step < 20 else replicas_at_the_end},
+        failures=[{"part": "replica", "name": "replica0", "given_up": given_up}],
+    )
+    assert causes(run) == [Cause.GIVEN_UP] * is_found
+    if is_found:
+        assert "the run has 1 of 2 replicas" in str(diagnose(run)[0])
