@@ -117,21 +117,29 @@ class Processes:
                     signal.pidfd_send_signal(self._handles[pid], signal.SIGKILL)
 
 
-async def hold_children(parent: int, mark: str, number: int) -> Processes:
-    """Wait until the process ``parent`` has at least ``number`` children with ``mark`` as their
-    environment's `MARK_VARIABLE`, and return these. Raises ProcessEndedError: one has just
-    ended."""
+async def hold_marked(ancestor: int, mark: str, number: int) -> Processes:
+    """Wait until at least ``number`` processes below ``ancestor`` have been started with ``mark``
+    as their environment's `MARK_VARIABLE`, and return these without those that they started.
+    Raises ProcessEndedError: one has just ended."""
     wanted = f"{MARK_VARIABLE}={mark}".encode()
 
     def find() -> list[int]:
-        children = psutil.Process(parent).children()
-        return [one.pid for one in children if wanted in _environment_of(one.pid)]
+        below = psutil.Process(ancestor).children(recursive=True)
+        marked = {one.pid: one for one in below if wanted in _environment_of(one.pid)}
+        return [pid for pid, one in marked.items() if _parent_of(one) not in marked]
 
     while True:
         pids = await asyncio.to_thread(find)  # it looks at all processes of the machine
         if len(pids) >= number:
             return Processes(pids)
         await asyncio.sleep(_POLL_S)
+
+
+def _parent_of(process: psutil.Process) -> int | None:
+    try:
+        return process.ppid()
+    except psutil.Error:
+        return None  # it has just ended
 
 
 def _environment_of(pid: int) -> list[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 import torchtitan_rl.processes
 from torchtitan_rl.errors import ProcessEndedError, ProcessLostError, ProcessStoppedError
-from torchtitan_rl.processes import MARK_VARIABLE, Processes, hold_children
+from torchtitan_rl.processes import MARK_VARIABLE, Processes, hold_marked
 
 SLEEPS = "import time; print('ready', flush=True); time.sleep(600)"
 
@@ -90,15 +91,16 @@ def test_the_watch_over_processes_that_were_ended_ends(child: subprocess.Popen[s
     asyncio.run(watch())
 
 
-def test_children_are_found_by_their_mark_once_all_are_there() -> None:
+def test_processes_are_found_by_their_mark_without_their_own_children_once_all_are_there() -> None:
     def start(mark: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", "import time; time.sleep(600)"]
-        return subprocess.Popen(command, env=os.environ | {MARK_VARIABLE: mark}, text=True)
+        command = ["/bin/sh", "-c", "sleep 600; true"]
+        marked = os.environ | {MARK_VARIABLE: mark}
+        return subprocess.Popen(command, env=marked, text=True, process_group=0)
 
     async def check() -> None:
         children = [start("a"), start("b")]
         try:
-            finding = asyncio.create_task(hold_children(os.getpid(), "a", 2))
+            finding = asyncio.create_task(hold_marked(os.getpid(), "a", 2))
             await asyncio.sleep(0.2)
             assert not finding.done()
             children.append(start("a"))
@@ -108,7 +110,8 @@ def test_children_are_found_by_their_mark_once_all_are_there() -> None:
             assert children[1].poll() is None
         finally:
             for one in children:
-                one.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(one.pid, signal.SIGKILL)
                 one.wait()
 
     asyncio.run(check())

@@ -47,6 +47,7 @@ from torchtitan_rl.backends.specs import TrainerSpec, WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.launch.interfaces import free_port
+from torchtitan_rl.processes import Processes
 from torchtitan_rl.training.config import OptimizerConfig
 from torchtitan_rl.weights.config import Transport, WeightSyncConfig
 from torchtitan_rl.weights.distribution import (
@@ -86,7 +87,9 @@ class Stopping:
 
     async def offer(self, version: int) -> RemoteSource:
         source = await self._host.offer(version)
-        (self.pid,) = (await self._mesh.actors.pid.call()).values()
+        assert isinstance(self._mesh.processes, Processes)
+        (self.pid,) = self._mesh.processes._alive()
+        self._mesh.watch.cancel()  # of a host that is cut off, nothing is heard
         os.kill(self.pid, signal.SIGSTOP)
         self.has_stopped.set()
         return source

@@ -22,7 +22,7 @@ from torchtitan_rl.errors import ConfigError, ProcessLostError
 from torchtitan_rl.files import FilePiece, file_sizes, read_new
 from torchtitan_rl.launch.interfaces import own_address
 from torchtitan_rl.launch.workers import claim_incarnation, is_leaving, record_beat, record_run_end
-from torchtitan_rl.processes import Processes, hold_children
+from torchtitan_rl.processes import Processes, hold_marked
 
 _START_S = 60.0  # for the processes of a mesh to be there
 _LAST_ANSWER_S = 1.0  # for the answer to be sent
@@ -106,9 +106,9 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def hold(self, mark: str, number: int) -> None:
-        """See `hold_children`. The worker, which started this process, starts the others too."""
+        """See `hold_marked`. The worker, which started this process, starts the others too."""
         async with asyncio.timeout(_START_S):
-            self._held[mark] = await hold_children(os.getppid(), mark, number)
+            self._held[mark] = await hold_marked(os.getppid(), mark, number)
 
     @concurrent_endpoint
     async def loss(self, mark: str, name: str) -> ProcessLostError:

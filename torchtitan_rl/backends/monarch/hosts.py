@@ -45,7 +45,7 @@ from torchtitan_rl.errors import ConfigError, HostsBusyError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import LOCAL, Address
 from torchtitan_rl.launch.interfaces import accepts, close_connections
 from torchtitan_rl.launch.workers import CONTROLLER_LOST_S
-from torchtitan_rl.processes import Processes, hold_children
+from torchtitan_rl.processes import Processes, hold_marked
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +84,9 @@ class Host:
     lost: Event = field(default_factory=Event)  # set once, when the host is given up
 
     async def hold(self, mark: str, number: int) -> HeldProcesses:
-        """Wait for the processes with this mark, and return them; see `hold_children`."""
+        """Wait for the processes with this mark, and return them; see `hold_marked`."""
         if self.agent is None:
-            return await hold_children(os.getpid(), mark, number)
+            return await hold_marked(os.getpid(), mark, number)
         await self.agent.hold.call_one(mark, number)
         return FarProcesses(host=self, mark=mark)
 
