@@ -1,5 +1,5 @@
 """The report of a failure: what was lost, how that was seen, and how long each part of its repair
-took.
+took. And the pauses between starts that fail.
 
 A `Failure` is created when a loss is seen. It then gets `restarted` (each time that new processes
 have started) and ends with `serving` or `given_up`. Only a report that has ended is written.
@@ -23,7 +23,7 @@ from torchtitan_rl.errors import (
 _FIRST_DELAY_S, _MAX_DELAY_S = 5.0, 320.0
 
 
-def delay_s(num_failed: int) -> float:
+def restart_delay_s(num_failed: int) -> float:
     """Return the seconds from the ``num_failed``-th start in a row that failed to the next one:
     they double."""
     return min(_FIRST_DELAY_S * 2.0 ** (num_failed - 1), _MAX_DELAY_S)

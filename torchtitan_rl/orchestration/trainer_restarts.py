@@ -41,7 +41,7 @@ from torchtitan_rl.errors import (
     TrainerLostError,
     one_line,
 )
-from torchtitan_rl.failures import Failure, Part, delay_s
+from torchtitan_rl.failures import Failure, Part, restart_delay_s
 from torchtitan_rl.orchestration.checkpointing import read_position
 from torchtitan_rl.orchestration.run_state import Trainer
 from torchtitan_rl.orchestration.taken_steps import TakenStep, TakenSteps
@@ -268,7 +268,7 @@ class RestartedTrainer:
                 return
             except (TorchtitanRLError, OSError, KeyError, msgspec.DecodeError) as error:
                 cause = str(error) if isinstance(error, TorchtitanRLError) else one_line(error)
-            await asyncio.sleep(delay_s(self._num_restarts))
+            await asyncio.sleep(restart_delay_s(self._num_restarts))
         await cancel_all([self._watching])
         self.trainer, self._watching = lost, self._watched(lost)
         self.weights.renew_source(handles)

@@ -29,7 +29,7 @@ from torchtitan_rl.errors import (
     TorchtitanRLError,
     one_line,
 )
-from torchtitan_rl.failures import Failure, Part, delay_s
+from torchtitan_rl.failures import Failure, Part, restart_delay_s
 from torchtitan_rl.routing.replicas import Replica
 from torchtitan_rl.routing.router import GeneratorRouter
 
@@ -262,7 +262,7 @@ class ReplicaRestarts:
                     replica = await self.start(last, name)
                     failure = failure.restarted(name, now_s=loop_s())
                     shown = await self._join(replica, is_reserved=first in self.reserved)
-            except Exception as error:  # also one that nobody foresaw
+            except Exception as error:  # any error counts as a start that failed
                 why = str(error) if isinstance(error, TorchtitanRLError) else one_line(error)
                 self._num_quick[first] += 1
                 if self._num_quick[first] > self.max_restarts:
@@ -274,7 +274,7 @@ class ReplicaRestarts:
                 self._begun_s[name] = loop_s()
                 self.say(f"{name} takes the place of {lost.name}: {shown}")
                 return failure.serving(now_s=loop_s(), detail=shown)
-            await asyncio.sleep(delay_s(num_failed))
+            await asyncio.sleep(restart_delay_s(num_failed))
         raise AssertionError
 
     async def _join(self, replica: Replica, *, is_reserved: bool) -> str:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torchtitan_rl.aio import loop_s
 from torchtitan_rl.errors import EndpointLostError, TorchtitanRLError
-from torchtitan_rl.failures import Failure, Part, delay_s
+from torchtitan_rl.failures import Failure, Part, restart_delay_s
 from torchtitan_rl.routing.restarts import SETTLED_S
 from torchtitan_rl.serving.link import ToController, ToEndpoint
 
@@ -76,7 +76,7 @@ class EndpointRestarts:
                     await endpoint.start()
                 except (TorchtitanRLError, OSError) as another:
                     cause, num_failed = another, num_failed + 1
-                    await asyncio.sleep(delay_s(num_failed))
+                    await asyncio.sleep(restart_delay_s(num_failed))
                     continue
             except asyncio.CancelledError:
                 self.on_failure(failure.ended("the run ended first"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import asynccontextmanager
 
 import pytest
 
 from tests.support.replicas import GatedReplica, handle, request, settle
 from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.aio import loop_s
 from torchtitan_rl.errors import GenerationError, LoopStalledError, ReplicaError
 from torchtitan_rl.failures import Failure, Part, Sign
 from torchtitan_rl.generation.commands import ReadStats
@@ -463,21 +465,23 @@ def test_on_shared_devices_no_engine_starts_while_the_trainer_has_them():
     run_virtually(play())
 
 
-def test_a_restart_that_fails_for_an_unforeseen_reason_is_tried_again_and_then_given_up():
+def test_an_unforeseen_error_counts_as_a_failed_start_and_pauses_between_these_double():
     async def play():
         machine = Machine("replica0", "replica1")
+        started_s: list[float] = []
 
         async def fail(lost: str, name: str) -> GatedReplica:
-            machine.starts.append((lost, name))
+            started_s.append(loop_s())
             raise ValueError("not foreseen")
 
         machine.start = fail
-        async with machine.restarting():
+        async with machine.restarting(max_restarts=9):
             machine.kill("replica0")
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
             (failure,) = machine.failures
             assert failure.given_up == "ValueError: not foreseen"
-            assert [name for _, name in machine.starts] == ["replica0-2", "replica0-3"]
             assert machine.said[-1] == "replica0 is given up: ValueError: not foreseen"
+            pauses = [round(b - a) for a, b in itertools.pairwise(started_s)]
+            assert pauses == [5, 10, 20, 40, 80, 160, 320, 320]
 
     run_virtually(play())
