@@ -13,10 +13,18 @@ import pytest
 
 from tests.real.models import tiny_model
 from tests.real.router_scenario import spawn
+from tests.real.trainer_helpers import CONFIG
 from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.backends.monarch.runtime import spawn_processes, stop_processes, supervise
+from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
+from torchtitan_rl.backends.specs import TrainerSpec
 from torchtitan_rl.config.plan import ProcessGroup
-from torchtitan_rl.errors import ProcessEndedError, ProcessLostError, ProcessStoppedError
+from torchtitan_rl.errors import (
+    ProcessEndedError,
+    ProcessLostError,
+    ProcessStoppedError,
+    TrainerLostError,
+)
 from torchtitan_rl.processes import MARK_VARIABLE
 
 LIMIT_S = 30.0  # Monarch alone sees a stopped process after 40 s
@@ -123,6 +131,39 @@ def test_a_call_ends_with_what_the_kernel_says_of_the_process_even_if_monarch_is
         with pytest.raises(ProcessEndedError, match=r"trainer: process \d+ has ended"):
             await mesh.call(quicker(), what="step")
         await stop_processes(mesh)
+        assert meshes() == others
+
+    asyncio.run(check())
+
+
+def test_a_lost_trainer_is_named_by_what_the_kernel_says_even_if_monarch_is_quicker(
+    tmp_path: Path,
+) -> None:
+    spec = TrainerSpec(
+        checkpoint=tmp_path,
+        trainer=CONFIG,
+        dtype="float32",
+        seed=0,
+        num_steps=1,
+        run_dir=tmp_path,
+        log_dir=tmp_path,
+        trace_dir=None,
+    )
+
+    async def check() -> None:
+        supervise()
+        others = meshes()
+        group = ProcessGroup(name="trainer", ranks=1, threads=1)
+        trainer = await MonarchTrainer.spawn(group, spec)
+
+        async def quicker() -> None:
+            os.kill(min(meshes() - others), signal.SIGKILL)
+            raise RuntimeError("the actor has failed")
+
+        with pytest.raises(TrainerLostError) as raised:
+            await trainer._wait(quicker(), "optimizer step")
+        assert isinstance(raised.value.__cause__, ProcessEndedError)
+        await trainer.close()
         assert meshes() == others
 
     asyncio.run(check())
